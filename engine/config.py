@@ -1,0 +1,290 @@
+"""`ContinuousBatchingConfig`: the fields of the guide, their help, validation and deprecations.
+
+Made by users and by `install()`; read only by `engine.settings.resolve`. Knows nothing of models or devices and
+loads no torch. A field whose mechanism the engine lacks refuses every value that would need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from transformers import CompileConfig
+
+SCHEDULER_TYPES = ("fifo", "prefill_first")
+
+
+def _field(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuousBatchingConfig:
+    """How the engine uses the hardware: KV cache, step budgets, scheduling. What a request generates is described by
+    `GenerationConfig`.
+
+    Every field has its help in the dataclass metadata (`help_text`). None means "the engine chooses".
+
+    Raises:
+        ValueError: a value has the wrong type or is out of range.
+        NotImplementedError: a value needs a mechanism that the engine does not have.
+    """
+
+    page_size: int | None = _field(
+        None, "Tokens per block of the KV cache, at least 4. None: 256 on CUDA, 32 elsewhere."
+    )
+    num_blocks: int | None = _field(None, "Blocks of the KV cache. None: as many as the memory budget holds.")
+    max_batch_tokens: int | None = _field(
+        None,
+        "Tokens that one step computes at most. None: 8192 on CUDA, 512 elsewhere, less where memory is short, never "
+        "below 256.",
+    )
+    max_memory_percent: float | None = _field(
+        None, "Share of the free memory, in (0, 1], for KV cache and step buffers. None: 0.9 on CUDA, 0.6 elsewhere."
+    )
+    max_requests_per_batch: int | None = _field(
+        None,
+        "Requests that run at the same time; bounds the logits. None: as many as the workload hints name, else 1024. "
+        "Never more than max_batch_tokens or num_blocks.",
+    )
+    max_blocks_per_request: int | None = _field(
+        None, "Width of the block table of the kernel for decode-only steps; 0: no such kernel, the only choice so far."
+    )
+    allow_block_sharing: bool = _field(True, "Requests with a common prefix share its blocks (prefix caching).")
+    use_async_batching: bool | None = _field(None, "Schedule the next step while this one runs. Only off so far.")
+    use_cuda_graph: bool | tuple[bool, bool] | None = _field(
+        None, "Replay recorded CUDA graphs, for (mixed, decode-only) steps or both. Only off so far."
+    )
+    q_padding_interval_size: int = _field(0, "Query tokens that CUDA graphs pad to. Only 0 so far.")
+    kv_padding_interval_size: int = _field(0, "Cached tokens that CUDA graphs pad to. Only 0 so far.")
+    varlen_compile_config: CompileConfig | dict[str, Any] | None = dataclasses.field(
+        default=None, metadata={"help": "`CompileConfig` for mixed steps. Only None so far."}
+    )
+    decode_compile_config: CompileConfig | dict[str, Any] | None = dataclasses.field(
+        default=None, metadata={"help": "`CompileConfig` for decode-only steps. Only None so far."}
+    )
+    default_compile_level: int = _field(
+        0, "How hard to compile the model where no compile config is set, 0 to 3. Only 0."
+    )
+    scheduler_type: str = _field("fifo", "'fifo': decoding requests first; 'prefill_first' is not there yet.")
+    safety_margin: float | None = _field(
+        None,
+        "Share of the blocks, in [0, 1], that waiting requests must leave free for running ones. None: 0.15 for fifo, "
+        "0 for prefill_first.",
+    )
+    return_logprobs: bool = _field(False, "Return the log-probability of every generated token.")
+    seed: int | None = _field(None, "What the random streams of requests without a seed derive from. None: random.")
+    auto_switch_to_flash: bool = _field(
+        True, "Use FlashAttention where there is a kernel for the device; none so far, so both values do the same."
+    )
+    cpu_offload_space: float | None = _field(
+        0.0, "GiB of host memory for blocks that leave the device; None: by the threshold. Only 0 so far."
+    )
+    cpu_offload_space_safety_threshold: float = _field(
+        0.8, "Share of the host's free memory that offloading may take; 0: no offloading. Only these two so far."
+    )
+    max_queue_size: int = _field(0, "Requests that may wait; 0: no bound, the only choice so far.")
+    per_request_processors: bool = _field(
+        False, "Requests may bring their own do_sample, temperature, top_k, top_p and min_p."
+    )
+    drop_unsupported_processors: bool = _field(
+        False,
+        "Drop settings of the GenerationConfig that the engine does not support, with a warning. Only False: such a "
+        "setting is an error that names it.",
+    )
+    disable_nccl_graph_mixing: bool = _field(
+        True, "Under tensor parallelism with CUDA graphs: switch NCCL's graph mixing off. No effect without them."
+    )
+    cpu_group_timeout: float | None = _field(
+        300.0, "Seconds before a collective operation of tensor parallel processes fails; None: never. Only these two."
+    )
+    use_default_compile_configs: bool | None = _field(None, "Deprecated: default_compile_level 3 (True) or 0 (False).")
+    max_cached_graphs: int | None = _field(None, "Deprecated, has no effect: the number of graphs is not a concern.")
+    block_size: int | None = _field(None, "Deprecated: page_size.")
+
+    def __post_init__(self) -> None:
+        self._replace_deprecated()
+        self._check_ranges()
+        self._refuse_unsupported()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ContinuousBatchingConfig:
+        """A config from names and values; ValueError for an unknown name, with the nearest valid one."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                near = difflib.get_close_matches(str(name), names, n=1)
+                raise ValueError(
+                    f"ContinuousBatchingConfig has no field {name!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else f"; its fields are {', '.join(names)}")
+                )
+        return cls(**values)
+
+    @classmethod
+    def from_transformers(cls, config: Any) -> ContinuousBatchingConfig:
+        """Ours from the object of the same name in transformers, recognised by its fields.
+
+        A value equal to that class's default counts as not set, so that defaults by device apply (its page_size of
+        256 included).
+
+        Raises:
+            TypeError: not such an object.
+            NotImplementedError: it sets a field that this engine does not know, or one that it cannot follow.
+        """
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, type) or not dataclasses.is_dataclass(config) or not hasattr(config, "max_batch_tokens"):
+            raise TypeError(f"expected a ContinuousBatchingConfig, got {type(config).__name__}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {
+            field.name: getattr(config, field.name)
+            for field in dataclasses.fields(config)
+            if getattr(config, field.name) != _default(field)
+        }
+        for name in values.keys() - known:
+            raise NotImplementedError(f"{name}={values[name]!r} is not supported: this engine has no such setting")
+        return cls(**values)
+
+    @classmethod
+    def help_text(cls) -> dict[str, str]:
+        """Help of every field."""
+        return {field.name: field.metadata["help"] for field in dataclasses.fields(cls)}
+
+    def non_default(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, for start-up logs."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+    def _replace_deprecated(self) -> None:
+        if self.block_size is not None:
+            _deprecated("block_size", "use page_size")
+            if self.page_size not in (None, self.block_size):
+                raise ValueError(
+                    f"block_size={self.block_size} and page_size={self.page_size} differ; set page_size only"
+                )
+            self._set("page_size", self.block_size)
+            self._set("block_size", None)
+        if self.use_default_compile_configs is not None:
+            _deprecated("use_default_compile_configs", "use default_compile_level")
+            self._set("default_compile_level", 3 if self.use_default_compile_configs else 0)
+            self._set("use_default_compile_configs", None)
+        if self.max_cached_graphs is not None:
+            _deprecated("max_cached_graphs", "it has no effect, leave it out")
+            self._set("max_cached_graphs", None)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_ranges(self) -> None:
+        self._check_int("page_size", 4, optional=True)
+        for name in ("num_blocks", "max_batch_tokens", "max_requests_per_batch"):
+            self._check_int(name, 1, optional=True)
+        self._check_int("max_blocks_per_request", 0, optional=True)
+        for name in ("q_padding_interval_size", "kv_padding_interval_size", "max_queue_size"):
+            self._check_int(name, 0)
+        self._check_int("default_compile_level", 0, 3)
+        self._check_int("seed", None, optional=True)
+        self._check_number("max_memory_percent", 0, 1, optional=True)
+        if self.max_memory_percent == 0:
+            self._reject("max_memory_percent", "above 0 and at most 1")
+        self._check_number("safety_margin", 0, 1, optional=True)
+        self._check_number("cpu_offload_space", 0, math.inf, optional=True)
+        self._check_number("cpu_offload_space_safety_threshold", 0, 1)
+        self._check_number("cpu_group_timeout", 0, math.inf, optional=True)
+        for field in dataclasses.fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                self._reject(field.name, "True or False")
+        if self.use_async_batching not in (None, True, False):
+            self._reject("use_async_batching", "True, False or None")
+        if not isinstance(self.scheduler_type, str) or self.scheduler_type not in SCHEDULER_TYPES:
+            self._reject("scheduler_type", " or ".join(map(repr, SCHEDULER_TYPES)))
+        pair = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple | list) else (self.use_cuda_graph,) * 2
+        if len(pair) != 2 or any(each not in (None, True, False) for each in pair):
+            self._reject("use_cuda_graph", "True, False, None or a pair of booleans")
+
+    def _check_int(self, name: str, low: int | None, high: int | None = None, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            self._reject(name, "an integer" + (" or None" if optional else ""))
+        if (low is not None and value < low) or (high is not None and value > high):
+            self._reject(name, f"at least {low}" if high is None else f"between {low} and {high}")
+
+    def _check_number(self, name: str, low: float, high: float, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._reject(name, "a number" + (" or None" if optional else ""))
+        if not low <= value <= high:
+            self._reject(name, f"at least {low}" if high == math.inf else f"between {low} and {high}")
+
+    def _reject(self, name: str, expected: str) -> NoReturn:
+        raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {expected}")
+
+    def _refuse_unsupported(self) -> None:
+        graphs = self.use_cuda_graph
+        refused = {
+            "max_blocks_per_request": (bool(self.max_blocks_per_request), "leave it None or 0"),
+            "use_async_batching": (bool(self.use_async_batching), "leave it None or False"),
+            "use_cuda_graph": (any(graphs) if isinstance(graphs, tuple | list) else graphs, "leave it None or False"),
+            "q_padding_interval_size": (self.q_padding_interval_size > 0, "leave it 0"),
+            "kv_padding_interval_size": (self.kv_padding_interval_size > 0, "leave it 0"),
+            "varlen_compile_config": (self.varlen_compile_config is not None, "leave it None"),
+            "decode_compile_config": (self.decode_compile_config is not None, "leave it None"),
+            "default_compile_level": (self.default_compile_level > 0, "leave it 0"),
+            "scheduler_type": (self.scheduler_type != "fifo", "use 'fifo'"),
+            "cpu_offload_space": (self.cpu_offload_space != 0, "leave it 0"),
+            "cpu_offload_space_safety_threshold": (
+                self.cpu_offload_space_safety_threshold not in (0.8, 0.0),
+                "leave it 0.8, or 0 for no offloading",
+            ),
+            "max_queue_size": (self.max_queue_size > 0, "leave it 0"),
+            "drop_unsupported_processors": (
+                self.drop_unsupported_processors,
+                "leave it False and unset the settings that errors name",
+            ),
+            "cpu_group_timeout": (self.cpu_group_timeout not in (300.0, None), "leave it 300, or None for no limit"),
+        }
+        for name, (asked, instead) in refused.items():
+            if asked:
+                raise NotImplementedError(f"{name}={getattr(self, name)!r} is not supported yet: {instead}")
+
+
+@dataclass(frozen=True)
+class WorkloadHints:
+    """What is known of the requests to come; 0 means unknown. Sizes defaults, never limits a request.
+
+    Attributes:
+        max_prompt_length: tokens of the longest prompt; sizes the block table of decode-only steps, of no use so far.
+        max_generated_length: tokens that a request generates at most; as max_prompt_length.
+        num_requests: requests to come; sizes the request cap.
+    """
+
+    max_prompt_length: int = 0
+    max_generated_length: int = 0
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{field.name} is {value!r}: it must be an integer of at least 0")
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def _deprecated(name: str, instead: str) -> None:
+    warnings.warn(f"{name} is deprecated: {instead}", FutureWarning, stacklevel=5)

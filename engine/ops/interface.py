@@ -1,0 +1,84 @@
+"""What a device must be able to do for the engine: one implementation of `Ops` a device.
+
+The runner describes a step as `PackedRows`, the ops make their own plan of it once, and every attention layer uses
+that plan. Knows nothing of requests or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from engine.execution.kv_tensors import KVTensors
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The rows of one step in the order in which their tokens are packed.
+
+    Rows of one token come first, longest context first; then the longer ones.
+
+    Attributes:
+        starts: int64 [rows], tokens of the row in the cache before this step.
+        counts: int64 [rows], tokens of the row in this step.
+        offsets: int64 [rows], where the row's tokens begin in the packed order.
+        block_tables: blocks of each row, covering at least its context after this step. None: nothing is read from
+            or written to the cache, and every start is 0.
+        num_single: rows of one token.
+    """
+
+    starts: np.ndarray
+    counts: np.ndarray
+    offsets: np.ndarray
+    block_tables: list[list[int]] | None
+    num_single: int
+
+
+class Ops(Protocol):
+    """The operations of one device, bound to one cache. `plan` is whatever `plan()` returned for this step.
+
+    Attributes:
+        kv_shape: (kv_heads, head_dim) of the cache.
+    """
+
+    kv_shape: tuple[int, int]
+
+    def plan(self, rows: PackedRows) -> Any:
+        """Indices, masks and the order of work, shared by all layers of the step."""
+        ...
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None:
+        """Stores K and V, each [kv_heads, tokens, head_dim], in the rows' blocks."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: Any,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Causal attention of each row over its own context, after `write_kv` of the same layer.
+
+        Args:
+            query: [tokens, heads, head_dim].
+            key: this step's K, [kv_heads, tokens, head_dim]; `value` likewise.
+            scaling: factor of the scores; None means head_dim ** -0.5.
+
+        Returns:
+            [tokens, heads, head_dim]. What blocks hold beyond a row's context never reaches it, not even NaN.
+        """
+        ...
+
+
+def make_ops(kv: KVTensors) -> Ops:
+    """The ops for the device on which the cache lies."""
+    from engine.ops.torch_ops import TorchOps
+
+    return TorchOps(kv)

@@ -1,0 +1,97 @@
+"""A request: what was asked, what has been generated, and how far its KV cache reaches.
+
+Owned by the core; the scheduler advances `computed`, the core appends tokens. Knows nothing of torch,
+blocks or threads.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from engine.sampling.params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands. The first five values equal those of transformers' enum of the same name."""
+
+    PENDING = 0
+    PREFILLING = 1
+    DECODING = 2
+    FINISHED = 3
+    FAILED = 4
+    CANCELLED = 5
+
+    @property
+    def is_terminal(self) -> bool:
+        return self >= RequestStatus.FINISHED
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an EOS or stop token was generated
+    LENGTH = "length"  # a token limit, the context or the cache was reached
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence of tokens being generated.
+
+    The whole state is `prompt_ids` + `output_ids` + `computed`: preemption sets `computed` to 0 and nothing
+    else, so an undisturbed, a preempted and a migrated request are the same thing to every other part.
+
+    Attributes:
+        token_ids: prompt and generated tokens in one list that only grows.
+        num_prompt_tokens: where the prompt ends in `token_ids`.
+        computed: tokens whose K/V is, or is being, written by a scheduled step.
+        arrival: position in the order of arrival, unique in one engine.
+        priority: lower runs first and is preempted last.
+        salt: isolates the prefix cache between models, weight epochs and tenants.
+        cached_tokens: prompt tokens found in the prefix cache at first admission; None before that.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    arrival: int = 0
+    priority: int = 0
+    salt: bytes = b""
+    streaming: bool = False
+    record_timestamps: bool = False
+    computed: int = 0
+    status: RequestStatus = RequestStatus.PENDING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int | None = None
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    created_time: float = field(default_factory=time.perf_counter)
+    first_scheduled_time: float = -1.0
+    finished_time: float = -1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and generated."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens whose K/V no scheduled step covers yet; 1 means the request decodes."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,273 @@
+"""Which tokens of which requests the next step computes.
+
+Owns every live request's place: waiting, running or suspect. The core calls it, from one thread; it asks `KVCache`
+for blocks. Knows nothing of models, sampling or results: the core appends tokens and says when a request ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from engine.cache.kv_cache import KVCache
+from engine.request import Request, RequestStatus
+from engine.scheduling.batch import ScheduledBatch
+from engine.scheduling.policies import POLICIES
+
+
+def _order(request: Request) -> tuple[int, int]:
+    """First served, last preempted."""
+    return request.priority, request.arrival
+
+
+class Scheduler:
+    """Hands out `max_batch_tokens` a step so that every request's computed tokens catch up with its known ones.
+
+    Args:
+        cache: where blocks come from; nobody else may admit requests to it.
+        max_batch_tokens: tokens in one step.
+        max_requests: running requests at once; at most `max_batch_tokens`, so that decodes never starve.
+        safety_margin: share of all blocks that an admission must leave free, in [0, 1]; it does not hold back a
+            request while nothing runs.
+        policy: a key of `POLICIES`.
+
+    A step that failed makes its requests suspects: each runs alone until it has its next token, before anything
+    else runs. Every mention of order means (priority, arrival), the lower first.
+    """
+
+    def __init__(
+        self, cache: KVCache, *, max_batch_tokens: int, max_requests: int, safety_margin: float, policy: str = "fifo"
+    ) -> None:
+        if not 1 <= max_requests <= max_batch_tokens:
+            raise ValueError(
+                f"max_requests is {max_requests}; it must lie between 1 and max_batch_tokens, {max_batch_tokens}, "
+                "so that every running request can get a token in each step"
+            )
+        if not 0.0 <= safety_margin <= 1.0:
+            raise ValueError(f"safety_margin is {safety_margin}, it must lie between 0 and 1")
+        if policy not in POLICIES:
+            raise ValueError(f"unknown scheduling policy {policy!r}; known: {', '.join(POLICIES)}")
+        self.cache = cache
+        self.max_batch_tokens = max_batch_tokens
+        self.max_requests = max_requests
+        self.num_preemptions = 0
+        self._reserve = math.ceil(round(safety_margin * cache.num_blocks, 6))
+        self._policy = POLICIES[policy]
+        self._live: dict[str, Request] = {}
+        self._running: list[Request] = []
+        self._waiting: dict[str, Request] = {}
+        self._queue: list[tuple[int, int, Request]] = []
+        self._suspects: dict[str, Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: new, preempted, or suspects whose turn has not come."""
+        return len(self._live) - len(self._running)
+
+    def live(self) -> Iterator[Request]:
+        """Every request that was added and has not left."""
+        return iter(list(self._live.values()))
+
+    def add(self, request: Request) -> None:
+        """Puts a new request, or one resumed with generated tokens, among the waiting.
+
+        Raises:
+            ValueError: no tokens, more than the whole cache holds, or the id of a live request.
+        """
+        if request.num_tokens == 0:
+            raise ValueError(f"request {request.request_id!r} has no tokens")
+        if request.num_tokens > self.cache.max_tokens:
+            raise ValueError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens, the KV cache holds "
+                f"{self.cache.max_tokens} ({self.cache.num_blocks} blocks of {self.cache.page_size}), "
+                f"{request.num_tokens - self.cache.max_tokens} too few; raise num_blocks or max_memory_percent"
+            )
+        if request.request_id in self._live:
+            raise ValueError(f"a request with the id {request.request_id!r} is live already")
+        self._live[request.request_id] = request
+        self._enqueue(request)
+
+    def cancel(self, request_id: str) -> Request | None:
+        """Removes a live request in whatever state; None when there is none of this id."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self._remove(request)
+        return request
+
+    def finish(self, request: Request) -> None:
+        """Removes a request that has ended and gives its blocks back. Does nothing if it has left already."""
+        if self._live.get(request.request_id) is request:
+            self._remove(request)
+
+    def fail(self, request: Request) -> None:
+        """`finish` for a request whose pages cannot be trusted: nobody will hit a block that it has written."""
+        if self._live.get(request.request_id) is request:
+            self.cache.unhash_own(request)
+            self._remove(request)
+
+    def schedule(self) -> ScheduledBatch:
+        """The rows of the next step; `computed` of each is advanced as if the step had run.
+
+        No rows when nothing is left to do, or all that runs waits for its sampled token. Costs O(running + tokens
+        admitted / page_size), whatever waits.
+        """
+        batch = ScheduledBatch()
+        if self._suspects:
+            self._schedule_suspect(batch)
+            return batch
+        preempted = self._secure_blocks(batch)
+        budget = self.max_batch_tokens
+        for request in self._policy(self._running):
+            if budget == 0:
+                break
+            budget -= self._add_row(batch, request, budget)
+        if not preempted:
+            self._admit_waiting(batch, budget)
+        return batch
+
+    def step_done(self, batch: ScheduledBatch) -> None:
+        """After a step that succeeded: a suspect that has got its next token is none any more."""
+        if self._suspects:
+            for row in batch.sampled:
+                self._suspects.pop(batch.requests[row].request_id, None)
+
+    def on_step_failed(self, batch: ScheduledBatch) -> None:
+        """After a step that raised: what it was to write is unhashed, and its requests become suspects.
+
+        For a suspect whose lone step this was the core calls `fail` instead.
+        """
+        for table, start, count in zip(batch.block_tables, batch.starts, batch.counts, strict=True):
+            self.cache.unhash(table, start, start + count)
+        for request in sorted(batch.requests, key=_order):
+            if self._live.get(request.request_id) is request:
+                self._stop_running(request)
+                self._suspects[request.request_id] = request
+
+    def is_suspect(self, request: Request) -> bool:
+        """Whether a step with this live request failed and it has not got a token since."""
+        return self._suspects.get(request.request_id) is request
+
+    def _schedule_suspect(self, batch: ScheduledBatch) -> None:
+        """The first suspect alone. It may take blocks from running requests: alone it always has enough."""
+        suspect = next(iter(self._suspects.values()))
+        if not self.cache.holds(suspect):
+            while not self.cache.admit(suspect):
+                self._preempt(self._running[-1])
+            insort(self._running, suspect, key=_order)
+        self._add_row(batch, suspect, self.max_batch_tokens)
+
+    def _secure_blocks(self, batch: ScheduledBatch) -> bool:
+        """Makes sure that each running request has blocks for its known tokens; whether that took a preemption.
+
+        The last in order gives way first, down to the request that asks. The first always finds room, or has
+        outgrown the cache.
+        """
+        preempted = False
+        index = 0
+        while index < len(self._running):
+            request = self._running[index]
+            if request.num_tokens > self.cache.max_tokens:
+                self._outgrow(batch, request)
+                continue
+            while not self.cache.grow(request):
+                preempted = True
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is request:
+                    return True
+            index += 1
+        return preempted
+
+    def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
+        """Admits waiting requests in order until one does not fit. Each may hit blocks of rows before it."""
+        while budget > 0 and len(self._running) < self.max_requests:
+            request = self._first_waiting()
+            if request is None:
+                return
+            if request.num_tokens > self.cache.max_tokens:
+                self._outgrow(batch, request)
+                continue
+            if not self.cache.admit(request, reserve=self._reserve if self._running else 0):
+                return
+            heapq.heappop(self._queue)
+            del self._waiting[request.request_id]
+            insort(self._running, request, key=_order)
+            budget -= self._add_row(batch, request, budget)
+
+    def _add_row(self, batch: ScheduledBatch, request: Request, budget: int) -> int:
+        """Gives a running request up to `budget` tokens of the step; how many it took."""
+        start = request.computed
+        count = min(request.num_tokens - start, budget)
+        if count == 0:
+            return 0
+        end = start + count
+        if end == request.num_tokens:
+            batch.sampled.append(len(batch.requests))
+            request.status = RequestStatus.DECODING
+        else:
+            request.status = RequestStatus.PREFILLING
+        batch.requests.append(request)
+        batch.starts.append(start)
+        batch.counts.append(count)
+        batch.block_tables.append(self.cache.table(request))
+        request.computed = end
+        self.cache.mark_scheduled(request, start, end)
+        if request.first_scheduled_time < 0:
+            request.first_scheduled_time = time.perf_counter()
+        return count
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self._stop_running(request)
+        self._enqueue(request)
+
+    def _stop_running(self, request: Request) -> None:
+        self._drop_running(request)
+        self.cache.release(request)
+        request.computed = 0
+        request.status = RequestStatus.PENDING
+
+    def _outgrow(self, batch: ScheduledBatch, request: Request) -> None:
+        self._remove(request)
+        batch.outgrown.append(request)
+
+    def _remove(self, request: Request) -> None:
+        """Takes a live request out of every state. Its entry in the queue goes when it comes up."""
+        del self._live[request.request_id]
+        self._suspects.pop(request.request_id, None)
+        if self._waiting.pop(request.request_id, None) is None:
+            self._drop_running(request)
+        self.cache.free(request)
+
+    def _drop_running(self, request: Request) -> None:
+        index = bisect_left(self._running, _order(request), key=_order)
+        if index < len(self._running) and self._running[index] is request:
+            del self._running[index]
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting[request.request_id] = request
+        if len(self._queue) > 2 * len(self._waiting) + 64:
+            self._queue = [(*_order(waiting), waiting) for waiting in self._waiting.values()]
+            heapq.heapify(self._queue)
+        else:
+            heapq.heappush(self._queue, (*_order(request), request))
+
+    def _first_waiting(self) -> Request | None:
+        while self._queue:
+            request = self._queue[0][2]
+            if self._waiting.get(request.request_id) is request:
+                return request
+            heapq.heappop(self._queue)
+        return None

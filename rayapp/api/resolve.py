@@ -1,0 +1,162 @@
+"""From validated fields to generations: which model, which token ids, which sampling.
+
+`plan_chat` and `plan_completions` run in a worker thread, called by the endpoints: rendering and tokenizing take
+too long for the event loop. Everything a request can be refused for without asking a replica is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rayapp.api.errors import ApiError, invalid_request, not_found
+from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, parse_body
+from rayapp.api.service import SamplingFields, ServedModel
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions where it is left out, as OpenAI's; chat goes on to the context limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The generations that one request asks for: `n` for each prompt, in order.
+
+    Attributes:
+        sampling: one for each prompt; they differ in their token limits.
+    """
+
+    model: str
+    prompts: list[list[int]]
+    sampling: list[SamplingFields]
+    stop: list[str]
+    n: int
+    stream: bool
+    include_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+def plan_chat(models: Mapping[str, ServedModel], body: bytes) -> Plan:
+    """The plan of a body of POST /v1/chat/completions.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    fields = parse_body(ChatRequest, body)
+    model = find_model(models, fields.model)
+    if model.template is None:
+        raise invalid_request(
+            f"model {model.name!r} has no chat template; use /v1/completions with a finished prompt", "messages"
+        )
+    try:
+        prompt_ids = model.template.encode(fields.messages)
+    except ValueError as error:
+        raise invalid_request(str(error), "messages") from None
+    return _plan(fields, model, [prompt_ids], "messages", fields.token_limit, model.context_length)
+
+
+def plan_completions(models: Mapping[str, ServedModel], body: bytes) -> Plan:
+    """The plan of a body of POST /v1/completions.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    fields = parse_body(CompletionRequest, body)
+    model = find_model(models, fields.model)
+    params = _params("prompt", len(fields.prompt))
+    prompts = [_prompt_ids(model, prompt, param) for prompt, param in zip(fields.prompt, params, strict=True)]
+    return _plan(fields, model, prompts, "prompt", fields.max_tokens, DEFAULT_COMPLETION_TOKENS)
+
+
+def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
+    """The model of that name.
+
+    Raises:
+        ApiError: 404 that says which there are.
+    """
+    if name in models:
+        return models[name]
+    served = ", ".join(repr(one) for one in models) or "none"
+    raise not_found(f"there is no model {name!r}; the models served here: {served}", "model", "model_not_found")
+
+
+def _params(field: str, count: int) -> list[str]:
+    """What to call each of `count` prompts in an error."""
+    return [field] if count == 1 else [f"{field}.{position}" for position in range(count)]
+
+
+def _prompt_ids(model: ServedModel, prompt: Prompt, param: str) -> list[int]:
+    try:
+        if isinstance(prompt, str):
+            prompt_ids = model.tokenizer.encode(prompt)
+        else:
+            model.tokenizer.check_ids(prompt)
+            prompt_ids = prompt
+    except ValueError as error:
+        raise invalid_request(f"{param}: {error}", param) from None
+    if not prompt_ids:
+        raise invalid_request(f"{param} has no tokens", param)
+    return prompt_ids
+
+
+def _plan(
+    fields: GenerationFields,
+    model: ServedModel,
+    prompts: list[list[int]],
+    param: str,
+    asked: int | None,
+    default_limit: int,
+) -> Plan:
+    sampling = [
+        _sampling(fields, model, len(prompt), name, asked, default_limit)
+        for prompt, name in zip(prompts, _params(param, len(prompts)), strict=True)
+    ]
+    return Plan(model.name, prompts, sampling, fields.stop, fields.n, fields.stream, fields.include_usage)
+
+
+def _sampling(
+    fields: GenerationFields, model: ServedModel, prompt_tokens: int, param: str, asked: int | None, default_limit: int
+) -> SamplingFields:
+    """Left-out fields take the model's defaults, then OpenAI's; the token limit is cut to the context."""
+    room = model.context_length - prompt_tokens
+    if room < 1:
+        raise _too_long(model, prompt_tokens, param, asked)
+    limit = min(default_limit if asked is None else asked, room)
+    if fields.min_tokens > limit:
+        raise invalid_request(
+            f"min_tokens ({fields.min_tokens}) is more than can be generated ({limit}: max_tokens, or what the "
+            f"context of {model.context_length} tokens leaves after a prompt of {prompt_tokens})",
+            "min_tokens",
+        )
+    try:
+        model.tokenizer.check_ids(fields.stop_token_ids)
+    except ValueError as error:
+        raise invalid_request(f"stop_token_ids: {error}", "stop_token_ids") from None
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | dict(model.default_sampling)
+    chosen = {name: value if (value := getattr(fields, name)) is not None else defaults[name] for name in defaults}
+    do_sample = chosen["temperature"] > 0
+    top_k = int(chosen["top_k"])
+    return SamplingFields(
+        max_new_tokens=limit,
+        min_new_tokens=fields.min_tokens,
+        do_sample=do_sample,
+        temperature=float(chosen["temperature"]) if do_sample else 1.0,
+        top_k=top_k if 0 < top_k < model.tokenizer.vocab_size else 0,
+        top_p=float(chosen["top_p"]),
+        min_p=float(chosen["min_p"]),
+        seed=fields.seed,
+        ignore_eos=fields.ignore_eos,
+        stop_token_ids=tuple(fields.stop_token_ids),
+    )
+
+
+def _too_long(model: ServedModel, prompt_tokens: int, param: str, asked: int | None) -> ApiError:
+    wanted = "" if asked is None else f" and {asked} more were asked for"
+    return invalid_request(
+        f"the prompt has {prompt_tokens} tokens{wanted}, but {model.name!r} takes {model.context_length} in all, "
+        f"prompt and completion together: shorten the prompt by at least {prompt_tokens - model.context_length + 1}",
+        param,
+        "context_length_exceeded",
+    )

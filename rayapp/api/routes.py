@@ -1,0 +1,83 @@
+"""The HTTP app: which path does what.
+
+`build_api` is called once, where the Router starts. Everything below talks to the Router through `Service` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from rayapp.api.chat import create_chat_completion
+from rayapp.api.choices import ClientGone
+from rayapp.api.completions import create_completion
+from rayapp.api.errors import ApiError, install_error_handling
+from rayapp.api.resolve import find_model
+from rayapp.api.service import ServedModel, Service
+from rayapp.api.streaming import to_json
+
+MAX_BODY_BYTES = 16 * 2**20
+
+Endpoint = Callable[[Service, Request, bytes], Awaitable[Response]]
+
+
+def build_api(service: Service, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The app over a service.
+
+    Args:
+        max_body_bytes: a longer request body is answered with 413.
+    """
+    app = FastAPI(title="Convoy", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    install_error_handling(app)
+
+    def post(path: str, endpoint: Endpoint) -> None:
+        async def handle(request: Request) -> Response:
+            try:
+                return await endpoint(service, request, await _read_body(request, max_body_bytes))
+            except (ClientGone, ClientDisconnect):
+                return Response(status_code=499)  # for the log; nobody reads it
+
+        app.add_api_route(path, handle, methods=["POST"], response_model=None)
+
+    post("/v1/chat/completions", create_chat_completion)
+    post("/v1/completions", create_completion)
+
+    @app.get("/v1/models", response_model=None)
+    async def list_models() -> Response:
+        return _json({"object": "list", "data": [_describe(model) for model in service.models.values()]})
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def get_model(name: str) -> Response:
+        return _json(_describe(find_model(service.models, name)))
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        ok, detail = await service.health()
+        return _json({"status": "ok" if ok else "unavailable", **detail}, 200 if ok else 503)
+
+    return app
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    refusal = ApiError(413, f"the request body is longer than {limit} bytes", code="body_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise refusal
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit:
+            raise refusal
+    return bytes(body)
+
+
+def _describe(model: ServedModel) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": model.created, "owned_by": model.owned_by}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")

@@ -1,0 +1,219 @@
+"""The request bodies: which fields there are and what each may hold.
+
+`parse_body` is called by `rayapp.api.resolve`, which checks what depends on the model asked for; this module knows
+nothing of models. Strict throughout: no string is taken for a number, no boolean for an integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from rayapp.api.errors import ApiError, invalid_request
+from rayapp.api.messages import read_messages
+from rayapp.api.refusals import (
+    NOT_SERVED,
+    NOT_SERVED_CHAT,
+    NOT_SERVED_COMPLETIONS,
+    Neutral,
+    is_neutral,
+    nearest,
+    not_served,
+    refuse,
+    shown,
+)
+from rayapp.text.template import Message
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
+MAX_CHOICES = 128
+"""The most generations that one request may ask for: n times the number of prompts."""
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list):
+        raise refuse("stop must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise refuse(f"stop has {len(stops)} strings; {MAX_STOPS} are the most")
+    for position, stop in enumerate(stops):
+        at = () if stops is not value else (position,)
+        if not isinstance(stop, str):
+            raise refuse("a stop must be a string", *at)
+        if not stop:
+            raise refuse("a stop string must not be empty", *at)
+        if len(stop) > MAX_STOP_LENGTH:
+            raise refuse(f"the stop string has {len(stop)} characters; {MAX_STOP_LENGTH} are the most", *at)
+    return stops
+
+
+def _top_k(value: Any) -> Any:
+    """-1 is how some clients write "off"."""
+    return 0 if type(value) is int and value == -1 else value
+
+
+Prompt = str | list[int]
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """The prompts of /completions, each a text or token ids. None is empty."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_ids(value)):
+        value = [value]
+    elif not isinstance(value, list):
+        raise refuse("prompt must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not value:
+        raise refuse("prompt must not be empty")
+    for position, prompt in enumerate(value):
+        at = (position,) if len(value) > 1 else ()
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and _is_ids(prompt)):
+            raise refuse("prompt must hold strings alone, or token ids (integers) alone, or lists of token ids", *at)
+        if type(prompt) is not type(value[0]):
+            raise refuse("prompt must not mix strings and token ids", *at)
+        if not prompt:
+            raise refuse("prompt must not be empty", *at)
+    return list(value)
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return all(type(one) is int for one in value)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool | None = None
+
+
+def _or_default(default: Any) -> Callable[[Any], Any]:
+    return lambda value: default if value is None else value
+
+
+class GenerationFields(BaseModel):
+    """What both endpoints take. None is "left out": the model's default or the API's applies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    refused: ClassVar[Neutral] = NOT_SERVED
+
+    model: str
+    stream: Annotated[bool, BeforeValidator(_or_default(False))] = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, BeforeValidator(_or_default(1)), Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, BeforeValidator(_or_default(0)), Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, BeforeValidator(_top_k), Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    ignore_eos: Annotated[bool, BeforeValidator(_or_default(False))] = False
+    stop_token_ids: Annotated[list[int], BeforeValidator(_or_default([]))] = []
+    user: str | None = None  # names the end user to the operator; by definition no part of the answer
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationFields:
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options needs stream: true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(GenerationFields):
+    """POST /v1/chat/completions."""
+
+    refused: ClassVar[Neutral] = NOT_SERVED_CHAT
+
+    messages: Annotated[list[Message], BeforeValidator(read_messages)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ChatRequest:
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise refuse(
+                f"max_completion_tokens is {self.max_completion_tokens} but max_tokens, its older name, is "
+                f"{self.max_tokens}; give one",
+                "max_completion_tokens",
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationFields):
+    """POST /v1/completions."""
+
+    refused: ClassVar[Neutral] = NOT_SERVED_COMPLETIONS
+
+    prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise refuse(f"best_of is not supported: it may be left out or equal n ({self.n})", "best_of")
+        if self.n * len(self.prompt) > MAX_CHOICES:
+            raise refuse(
+                f"n ({self.n}) times the number of prompts ({len(self.prompt)}) is {self.n * len(self.prompt)}; "
+                f"one request may ask for {MAX_CHOICES}",
+                "n",
+            )
+        return self
+
+
+Fields = TypeVar("Fields", bound=GenerationFields)
+
+
+def parse_body(kind: type[Fields], body: bytes) -> Fields:
+    """The validated fields of a request body.
+
+    Raises:
+        ApiError: 400, with `param` set where one field is at fault.
+    """
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid_request(f"the body is not valid JSON: {error}" if body else "the body is empty") from None
+    if not isinstance(given, dict):
+        raise invalid_request(f"the body must be a JSON object, not {_json_kind(given)}")
+    fields: dict[str, Any] = {}
+    for field, value in given.items():
+        if field not in kind.refused:
+            fields[field] = value
+        elif not is_neutral(value, kind.refused[field]):
+            raise invalid_request(not_served(field, value, kind.refused[field]), field, "unsupported_value")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _as_api_error(error, list(kind.model_fields)) from None
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")
+
+
+def _as_api_error(error: ValidationError, known: list[str]) -> ApiError:
+    """The first fault, unknown fields before the rest: a misspelt name is why another field is missing."""
+    faults = error.errors(include_url=False)
+    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
+    context = fault.get("ctx", {})
+    at = [*fault["loc"], *context.get("at", ())]
+    param = ".".join(str(step) for step in at) or None
+    if fault["type"] == "extra_forbidden":
+        siblings = known if len(at) == 1 else list(StreamOptions.model_fields)
+        return invalid_request(f"unknown field {param!r}{nearest(str(at[-1]), siblings)}", param, "unknown_field")
+    if fault["type"] == "missing":
+        return invalid_request(f"{param!r} is missing", param, "missing_field")
+    if fault["type"] == "refused":
+        return invalid_request(f"{param}: {context['text']}" if len(at) > 1 else context["text"], param)
+    reason = "must be an object" if fault["type"] == "model_type" else fault["msg"].lower()
+    return invalid_request(f"{param}: {reason}, not {shown(fault['input'])}", param)

@@ -1,0 +1,114 @@
+"""The border between HTTP and generation: what the API layer needs of the Router, and what crosses it.
+
+`Service` is implemented by the Router deployment and called by the endpoints; the dataclasses are plain, so
+that they can be sent between processes. Knows nothing of HTTP, Ray or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayapp.text.template import ChatTemplate
+from rayapp.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFields:
+    """Everything that shapes one generation but its prompt and stop strings; nothing is left open but the seed.
+
+    `dataclasses.asdict` of it is the "sampling" entry of the request that goes to a replica.
+
+    Attributes:
+        max_new_tokens: >= 1, and prompt + max_new_tokens fits the context.
+        min_new_tokens: 0 .. max_new_tokens; no ending token is sampled before.
+        do_sample: False means the most likely token each time, whatever the fields below say.
+        temperature: > 0 when do_sample.
+        top_k: 0 is off.
+        top_p: in (0, 1]; 1 is off.
+        min_p: in [0, 1]; 0 is off.
+        seed: int64, or None for a fresh one; shared by the n choices of a request, which `index` tells apart.
+        ignore_eos: go on through the model's own ending tokens.
+        stop_token_ids: further ending tokens.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    do_sample: bool = True
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one generation has to say next.
+
+    Attributes:
+        text: new text, whole characters only; may be empty.
+        token_ids: the new tokens, for callers that want ids; need not line up with `text`.
+        finish_reason: "stop" or "length" on the last chunk, None before.
+        completion_tokens: generated so far, counted up to the token that completed a stop string.
+        prompt_tokens, cached_tokens: final on the last chunk; prompt tokens answered by the prefix cache.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    completion_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that requests may name.
+
+    Attributes:
+        name: what `model` must say in a request.
+        created: Unix time in seconds.
+        context_length: the most tokens prompt and completion may have together.
+        default_sampling: from the model's generation config, any of temperature, top_k, top_p, min_p; used
+            where a request leaves them out.
+        template: None when the model has no chat template; chat is then refused.
+    """
+
+    name: str
+    created: int
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    context_length: int
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    owned_by: str = "convoy"
+
+
+class Service(Protocol):
+    """What the endpoints call."""
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The served models by name, in the order of the configuration."""
+
+    def generate(
+        self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
+    ) -> AsyncGenerator[Chunk, None]:
+        """One generation. The last chunk, and no other, has a finish reason.
+
+        Args:
+            model: a key of `models`.
+            stop: non-empty strings; the text ends before the earliest match.
+            index: 0-based number of this choice among the n of its prompt; gives it its own random stream.
+
+        Raises:
+            ApiError: while iterating: refused, overloaded, unavailable or failed.
+
+        Closing the generator, or cancelling the task that iterates it, aborts the generation.
+        """
+
+    async def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether requests can be served now, and figures that say why."""

@@ -1,0 +1,67 @@
+"""Server-sent events: how a JSON object becomes an event, and the response that sends them.
+
+Used by `rayapp.api.answer`. Knows nothing of what the events say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rayapp.api.choices import ClientGone, while_connected
+from rayapp.api.errors import as_api_error
+
+DONE = b"data: [DONE]\n\n"
+
+# Legal inside JSON, but line ends to many clients' line splitters.
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+
+
+def to_json(value: Any) -> str:
+    """One line of JSON, text readable as it is."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+
+
+def event(value: Any) -> bytes:
+    """`value` as one event."""
+    return f"data: {to_json(value)}\n\n".encode()
+
+
+class EventStream(Response):
+    """Sends events until they end, fail, or the client hangs up; then `events` has been closed.
+
+    After a failure the client gets an event with an `error` object, and the response is left unended: the server
+    closes the connection, so that no client can take the text for a whole answer.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send))
+        except (ClientGone, OSError):
+            return  # nobody is left to tell
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for body in events:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except OSError:
+                raise
+            except Exception as error:
+                body = event(as_api_error(error).envelope())
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,247 @@
+"""`EngineActor`: the process that owns an engine and, on GPU, the device.
+
+Child of one `EngineReplica`, which is its only caller. Token ids in, token ids out: it knows nothing of text, HTTP
+or routing. The module imports neither torch nor the engine; `start` does, in the actor's own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from rayapp.announce import log_to_terminal
+from rayapp.config import ModelConfig
+from rayapp.failures import EngineUnavailable, InvalidRequest
+
+if TYPE_CHECKING:
+    from engine.manager import ContinuousBatchingManager
+    from engine.outputs import GenerationOutput
+
+logger = logging.getLogger(__name__)
+
+# An item costs about half a millisecond of CPU in this process and again in the replica, whatever its size. Streams
+# take turns so that all of them together yield at most 1 / ITEM_COST_S items a second.
+ITEM_COST_S = 0.001
+LONGEST_PAUSE_S = 0.1
+
+Item = tuple[list[int], str | None, dict[str, Any] | None]
+
+
+class EngineActor:
+    """One model on one engine. Every method but the constructor is a coroutine, so that none waits for another."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._manager: ContinuousBatchingManager | None = None
+        self._streams = 0
+        self._served = 0
+
+    async def start(self) -> dict[str, Any]:
+        """Load the weights, start the engine and run one request through it.
+
+        Returns:
+            Facts for the replica's log and for callers: version, device, threads, KV cache, limits.
+        """
+        log_to_terminal("rayapp", "engine")
+        started = time.monotonic()
+        self._manager = await asyncio.to_thread(self._load)
+        await self._warm_up()
+        facts = {"load_s": round(time.monotonic() - started, 2), **self._facts()}
+        for line in self._log_lines(facts):
+            logger.info(line)
+        return facts
+
+    async def generate(self, request: dict[str, Any]) -> AsyncIterator[Item]:
+        """Generate for one request of the wire format (see `rayapp.link`).
+
+        Yields:
+            (new token ids, finish reason, info): the first token at once, later ones as many as have come. A finish
+            reason on the last item only; info on the first and the last.
+
+        Raises:
+            InvalidRequest: the engine refuses the request.
+            EngineUnavailable: the engine failed or is stopping.
+        """
+        mailbox = Mailbox()
+        request_id = self._submit(request, mailbox)
+        self._streams += 1
+        ended = False
+        try:
+            count = first = len(request.get("output_ids", ()))
+            while not ended:
+                output = await mailbox.next(min(LONGEST_PAUSE_S, self._streams * ITEM_COST_S))
+                ended = output.is_finished()
+                tokens = output.tokens_since(count)
+                if tokens or ended:
+                    reason = str(output.finish_reason or "error") if ended else None
+                    yield tokens, reason, self._info(output) if count == first or ended else None
+                    count += len(tokens)
+        finally:
+            self._streams -= 1
+            self._served += 1
+            if not ended:
+                self._engine.cancel_request(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request that nobody reads any more. No effect on one that has ended or is unknown."""
+        self._engine.cancel_request(request_id)
+
+    async def health(self) -> dict[str, Any]:
+        """`stats` and why the engine cannot serve, if so: `error` is None while it can."""
+        manager = self._engine
+        stats = await self.stats()
+        error = None
+        if manager.fatal_error is not None:
+            error = f"the engine failed: {type(manager.fatal_error).__name__}: {manager.fatal_error}"
+        elif not manager.is_running():
+            error = "the engine thread has ended"
+        elif stats["running"] + stats["waiting"] and stats["idle_s"] > self._config.stall_timeout_s:
+            error = f"no step ended for {stats['idle_s']:.0f} s (stall_timeout_s: {self._config.stall_timeout_s:g})"
+        return {**stats, "error": error}
+
+    async def stats(self) -> dict[str, Any]:
+        """Counts of this moment: the engine's, and the streams open and served here."""
+        return {**self._engine.stats(), "streams": self._streams, "served": self._served}
+
+    async def environment(self) -> dict[str, Any]:
+        """Where this process runs, for operators and tests: pid, visible devices, threads."""
+        import torch
+
+        return {
+            "pid": os.getpid(),
+            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "threads": torch.get_num_threads(),
+        }
+
+    @property
+    def _engine(self) -> ContinuousBatchingManager:
+        if self._manager is None:
+            raise EngineUnavailable("the engine is not ready: its weights are still being loaded")
+        return self._manager
+
+    def _load(self) -> ContinuousBatchingManager:
+        """Runs in a thread of its own: resolving, loading and sizing take seconds to minutes."""
+        import torch
+        from transformers.utils import logging as transformers_logging
+
+        import engine
+        from engine.config import ContinuousBatchingConfig
+        from engine.model.loader import load_model
+        from rayapp.models import resolve
+
+        config = self._config
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                f"model {config.name!r} has device: cuda, but torch {torch.__version__} finds no CUDA device on this "
+                "host; install a CUDA build of torch or set device: cpu"
+            )
+        transformers_logging.disable_progress_bar()
+        # Ray sets OMP_NUM_THREADS from the actor's CPUs, which are a share for scheduling and not a number of threads.
+        torch.set_num_threads(config.threads())
+        model = load_model(resolve(config.source), dtype=config.dtype, device=config.device)
+        self._dtype = str(model.dtype).removeprefix("torch.")
+        manager = engine.init_continuous_batching(
+            model, continuous_batching_config=ContinuousBatchingConfig(**config.engine_fields())
+        )
+        manager.warmup()
+        manager.start()
+        return manager
+
+    async def _warm_up(self) -> None:
+        """One request by the way every request goes."""
+        request = {"request_id": "warm-up", "prompt_ids": [0], "output_ids": [], "sampling": {"max_new_tokens": 2}}
+        async for _, reason, info in self.generate(request):
+            if reason == "error":
+                raise EngineUnavailable(f"the warm-up request failed: {(info or {}).get('error')}")
+        self._served = 0
+
+    def _submit(self, request: dict[str, Any], mailbox: Mailbox) -> str:
+        sampling = dict(request["sampling"])
+        if sampling.pop("ignore_eos", False):
+            sampling["eos_token_id"] = -1
+        try:
+            request_id = self._engine.add_request(
+                request["prompt_ids"],
+                request_id=request["request_id"],
+                output_ids=request.get("output_ids", ()),
+                cache_salt=request.get("cache_salt"),
+                streaming=True,
+                result_handler=mailbox.put,
+                **sampling,
+            )
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(str(error)) from None
+        except RuntimeError as error:
+            raise EngineUnavailable(str(error)) from None
+        if request_id is None:
+            raise EngineUnavailable("the engine is stopping and takes no more requests")
+        return request_id
+
+    def _info(self, output: GenerationOutput) -> dict[str, Any]:
+        return {
+            "prompt_tokens": output.num_prompt_tokens,
+            "cached_tokens": output.cached_tokens,
+            "error": output.error,
+            "engine_failed": self._engine.fatal_error is not None,
+        }
+
+    def _facts(self) -> dict[str, Any]:
+        import engine
+
+        settings = self._engine.settings
+        return {
+            "version": engine.__version__,
+            "model": self._config.name,
+            "dtype": self._dtype,
+            "device": self._config.device,
+            "threads": self._config.threads(),
+            "context_length": settings.context_length,
+            "max_requests": settings.max_requests,
+            "kv_tokens": settings.num_blocks * settings.page_size,
+        }
+
+    def _log_lines(self, facts: dict[str, Any]) -> list[str]:
+        from engine.settings import describe
+
+        changed = self._config.changed_fields()
+        return [
+            f"Convoy {facts['version']}: {facts['model']} in {facts['dtype']} on {facts['device']}, "
+            f"{facts['threads']} threads, ready after {facts['load_s']} s",
+            "non-default settings: " + (", ".join(f"{key}={value!r}" for key, value in changed.items()) or "none"),
+            *describe(self._engine.settings),
+        ]
+
+
+class Mailbox:
+    """The latest output of one request, on its way from the engine thread to the one coroutine that reads it."""
+
+    def __init__(self) -> None:
+        self._latest: GenerationOutput | None = None
+        self._changed = asyncio.Event()
+        self._not_before = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, output: GenerationOutput) -> None:
+        """Called on the event loop, by the engine's delivery."""
+        self._latest = output
+        loop = asyncio.get_running_loop()
+        if output.is_finished() or loop.time() >= self._not_before:
+            self._changed.set()
+        elif self._timer is None:
+            self._timer = loop.call_at(self._not_before, self._pause_ended)
+
+    async def next(self, pause: float) -> GenerationOutput:
+        """The latest output, once there is a new one. The next one comes `pause` seconds later, the end at once."""
+        await self._changed.wait()
+        self._changed.clear()
+        self._not_before = asyncio.get_running_loop().time() + pause
+        assert self._latest is not None
+        return self._latest
+
+    def _pause_ended(self) -> None:
+        self._timer = None
+        self._changed.set()

@@ -1,0 +1,118 @@
+"""`EngineReplica`: a Serve replica that owns one engine actor and lets requests through to it.
+
+One deployment of it per model. It decides nothing about tokens; it ties the life of a request to that of its
+caller, and its own life to that of the actor. Imports no torch and keeps CUDA out of its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
+
+from rayapp.config import REPLICA_CPUS, ModelConfig
+from rayapp.engine_actor import EngineActor, Item
+from rayapp.failures import EngineUnavailable, GenerationError, InvalidRequest
+
+logger = logging.getLogger("ray.serve")
+
+# Calls of the actor beside the generations: aborts, health checks, figures.
+SPARE_CALLS = 200
+
+
+class EngineReplica:
+    """Serve deployment; `app.py` binds it to a model and its placement group."""
+
+    async def __init__(self, config: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        # Ray leaves every GPU of the node visible to an actor that asked for none. Not through the runtime
+        # environment, which the engine actor would inherit; its own process gets what Ray assigns to it.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._config = config
+        self._id = serve.get_replica_context().replica_id.unique_id
+        # Without a scheduling strategy it lands in this replica's placement group; without a name or lifetime it
+        # ends with this process.
+        actor_class: Any = ray.remote(EngineActor)
+        self._actor = actor_class.options(
+            num_cpus=round(config.num_cpus - REPLICA_CPUS, 4),
+            num_gpus=config.gpus(),
+            max_restarts=0,
+            max_concurrency=config.ongoing_limit() + SPARE_CALLS,
+        ).remote(config)
+        try:
+            self._facts = await self._actor.start.remote()
+        except BaseException:
+            ray.kill(self._actor)  # it would hold the device until this process ends
+            raise
+        logger.info(f"engine ready: {self._facts}")
+
+    async def generate(
+        self, payload: dict[str, Any], route_hint: list[int] | None = None
+    ) -> AsyncGenerator[Item, None]:
+        """Generate for one request, given as `rayapp.link.wire_request` makes it.
+
+        Args:
+            route_hint: for the request router alone, which reads it on the caller's side.
+
+        Yields:
+            (token ids, finish reason, info). The last item alone has a finish reason: "stop", "length",
+            "cancelled" or "error". The first and the last have info: prompt_tokens, cached_tokens, error,
+            engine_failed, replica.
+
+        Raises:
+            InvalidRequest: refused before the first token.
+            EngineUnavailable: the engine failed or died.
+        """
+        request_id = payload.get("request_id") if isinstance(payload, dict) else None
+        if not isinstance(request_id, str):
+            raise InvalidRequest("a request is a dict with a unique string request_id; see rayapp.link.wire_request")
+        stream = self._actor.generate.options(num_returns="streaming").remote(payload)
+        ended = False
+        try:
+            async for ref in stream:
+                tokens, reason, info = await ref
+                ended = reason is not None
+                yield tokens, reason, {**info, "replica": self._id} if info is not None else None
+        except RayTaskError as error:
+            if isinstance(error.cause, GenerationError):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            raise EngineUnavailable("the engine of this replica died") from error
+        finally:
+            # Dropping the stream would not stop the engine, and not every cancellation reaches the actor.
+            if not ended:
+                self._actor.abort.remote(request_id)
+
+    async def health(self, timeout_s: float) -> dict[str, Any]:
+        """The engine's counts, this replica's id, and `error`: None, or why the engine cannot serve.
+
+        Raises:
+            RayActorError: the engine actor died.
+        """
+        try:
+            report = await asyncio.wait_for(self._actor.health.remote(), timeout_s)
+        except TimeoutError:
+            report = {"error": f"the engine actor did not answer within {timeout_s:g} s"}
+        return {"replica": self._id, **report}
+
+    async def check_health(self) -> None:
+        """Serve replaces this replica when this raises: at once if the actor has died, else after three times."""
+        error = (await self.health(self._config.health_check_timeout_s / 2))["error"]
+        if error is not None:
+            raise RuntimeError(error)
+
+    async def facts(self) -> dict[str, Any]:
+        """What the engine reported when it became ready, and the processes it runs in."""
+        return {
+            "replica": self._id,
+            **self._facts,
+            "pid": os.getpid(),
+            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "engine": await self._actor.environment.remote(),
+        }

@@ -1,0 +1,201 @@
+"""`Router`: the ingress deployment. HTTP and Python callers come in here; text becomes token ids and back.
+
+Implements the API layer's `Service`: holds each model's tokenizer and template, and one `Link` per model. It is
+stateless, uses no GPU and loads no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.concurrency import run_in_threadpool
+
+from rayapp.announce import application_url, log_to_terminal
+from rayapp.api.choices import Choice
+from rayapp.api.errors import ApiError, invalid_request, overloaded, unavailable
+from rayapp.api.resolve import Plan, plan_chat, plan_completions
+from rayapp.api.routes import build_api
+from rayapp.api.service import Chunk, SamplingFields, ServedModel
+from rayapp.config import ModelConfig
+from rayapp.failures import EngineUnavailable, GenerationError, InvalidRequest, Overloaded
+from rayapp.generation import generate
+from rayapp.link import Link
+from rayapp.models import resolve
+from rayapp.text.template import ChatTemplate
+from rayapp.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 0.8
+ANNOUNCE_POLL_S = 0.5
+# Names that model families use for the number of positions they know, in the order they are looked for.
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
+UNKNOWN_CONTEXT = 2**20  # tokens; the engine then refuses what its cache cannot hold
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+
+
+class Router:
+    """Serve deployment and FastAPI ingress; `app.py` binds it to the engine deployments.
+
+    Args:
+        configs: the served models, in order.
+        engines: a handle of the engine deployment of each, by model name.
+    """
+
+    def __init__(self, configs: list[ModelConfig], engines: dict[str, DeploymentHandle]) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # see EngineReplica
+        self.models: dict[str, ServedModel] = {config.name: load_served(config) for config in configs}
+        self._links = {name: Link(handle) for name, handle in engines.items()}
+        log_to_terminal("rayapp")
+        self._announcing = asyncio.get_running_loop().create_task(self._announce())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve once this replica is made."""
+        return build_api(self)
+
+    async def generate(
+        self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
+    ) -> AsyncGenerator[Chunk, None]:
+        """See `rayapp.api.service.Service.generate`."""
+        chunks = generate(self._links[model], self.models[model].tokenizer, prompt_ids, sampling, stop, index)
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
+        except GenerationError as error:
+            raise as_api_error(error) from error
+
+    async def health(self) -> tuple[bool, dict[str, Any]]:
+        """Every model has a replica whose engine works; per model, its replicas and their requests."""
+        reports = await asyncio.gather(*(link.health(HEALTH_TIMEOUT_S) for link in self._links.values()))
+        detail = {name: _summary(report) for name, report in zip(self._links, reports, strict=True)}
+        return all(summary["replicas"] for summary in detail.values()), {"models": detail}
+
+    async def generate_text(self, **fields: Any) -> dict[str, Any]:
+        """One answer, for Python callers.
+
+        Args:
+            **fields: as in the body of the HTTP endpoints: `messages` as for chat, or `prompt` as for
+                completions, with `model` (may be left out where one model is served), max_tokens, temperature,
+                stop, seed, ...
+
+        Returns:
+            {"text", "finish_reason", "usage": {"prompt_tokens", "completion_tokens", "cached_tokens"}}
+
+        Raises:
+            ApiError: what the HTTP endpoints would answer.
+        """
+        choice = Choice()
+        plan = await self._plan(fields)
+        async with aclosing(self._run(plan)) as chunks:
+            async for chunk in chunks:
+                choice.add(chunk)
+        usage = {
+            "prompt_tokens": len(plan.prompts[0]),
+            "completion_tokens": choice.completion_tokens,
+            "cached_tokens": choice.cached_tokens,
+        }
+        return {"text": choice.text, "finish_reason": choice.finish_reason, "usage": usage}
+
+    async def stream_text(self, **fields: Any) -> AsyncGenerator[str, None]:
+        """The same answer as pieces of text, as they come."""
+        async with aclosing(self._run(await self._plan(fields))) as chunks:
+            async for chunk in chunks:
+                if chunk.text:
+                    yield chunk.text
+
+    async def facts(self) -> dict[str, Any]:
+        """The process this replica runs in, for operators and tests."""
+        return {
+            "pid": os.getpid(),
+            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "torch_loaded": "torch" in sys.modules,
+        }
+
+    async def _announce(self) -> None:
+        """Says where to connect, once every model can be served."""
+        try:
+            while not (await self.health())[0]:
+                await asyncio.sleep(ANNOUNCE_POLL_S)
+            url = await asyncio.to_thread(application_url, serve.get_replica_context().app_name)
+            logger.info(f"Convoy is ready: {url}/v1 serves {', '.join(self.models)}")
+        except Exception:
+            logger.exception("could not find out where this application can be reached")
+
+    async def _plan(self, fields: Mapping[str, Any]) -> Plan:
+        if len(self.models) == 1:
+            fields = {"model": next(iter(self.models)), **fields}
+        try:
+            body = json.dumps(fields).encode()
+        except TypeError as error:
+            raise invalid_request(str(error)) from None
+        plan = await run_in_threadpool(plan_chat if "messages" in fields else plan_completions, self.models, body)
+        if plan.num_choices != 1 or plan.stream:
+            raise invalid_request("one prompt and one answer a call: make several calls at once, and call stream_text")
+        return plan
+
+    def _run(self, plan: Plan) -> AsyncGenerator[Chunk, None]:
+        return self.generate(plan.model, plan.prompts[0], plan.sampling[0], plan.stop, 0)
+
+
+def load_served(config: ModelConfig) -> ServedModel:
+    """Tokenizer, template and figures of a model, read from its folder; the weights stay where they are.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+    """
+    folder = resolve(config.source)
+    settings = _read_json(folder / "config.json")
+    settings = settings.get("text_config") or settings
+    tokenizer = Tokenizer.load(folder, settings.get("vocab_size"))
+    generation = _read_json(folder / "generation_config.json")
+    context = next((settings[key] for key in CONTEXT_KEYS if settings.get(key)), UNKNOWN_CONTEXT)
+    return ServedModel(
+        name=config.name,
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        template=ChatTemplate.of(tokenizer),
+        context_length=int(context),
+        default_sampling={key: generation[key] for key in SAMPLING_DEFAULTS if generation.get(key) is not None},
+    )
+
+
+def as_api_error(error: GenerationError) -> ApiError:
+    """What a client is told of a generation that could not be done."""
+    if isinstance(error, InvalidRequest):
+        return invalid_request(error.message, error.param)
+    if isinstance(error, Overloaded):
+        return overloaded(error.message)
+    if isinstance(error, EngineUnavailable):
+        return unavailable(error.message, retry_after_s=1)
+    return ApiError(500, error.message, code="generation_failed")
+
+
+def _summary(report: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts over the replicas of one model that answered; `errors` says why others cannot serve."""
+    good = [one for one in report if one["error"] is None]
+    return {
+        "replicas": len(good),
+        "running": sum(one["running"] for one in good),
+        "waiting": sum(one["waiting"] for one in good),
+        "errors": [one["error"] for one in report if one["error"] is not None],
+    }
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value: dict[str, Any] = json.loads(path.read_text())
+    return value

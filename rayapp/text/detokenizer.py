@@ -1,0 +1,100 @@
+"""Token ids to text as they come, whole characters only.
+
+One `Detokenizer` a generation, driven by `rayapp.generation`. Knows nothing of stop strings or requests.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from rayapp.text.tokenizer import Tokenizer
+
+PROMPT_CONTEXT = 8
+"""Prompt tokens that a decoder which is not byte-level sees before the first generated one."""
+
+MAX_PENDING = 8
+"""Tokens without a finished character after which they are taken for rubbish: a character has at most 4 bytes."""
+
+
+class Detokenizer:
+    """The text of one generation, piece by piece.
+
+    The joined pieces equal `tokenizer.decode(all ids)` up to an unfinished character at the very end, which is
+    left out: a generation cut inside a character ends before it. Bytes that can no longer become a character
+    show as U+FFFD, as they do in `decode`; bytes that still can are held. Special tokens do not show. Spaces are
+    neither stripped nor merged. The cost of a token does not depend on how many came before.
+
+    Args:
+        prompt_ids: what the generated tokens follow; some tokenizers drop the space before a text's first word.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self._decoder = _ByteDecoder(tokenizer) if tokenizer.byte_level else _StreamDecoder(tokenizer, prompt_ids)
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens finish; may be empty."""
+        return "".join(map(self._decoder.step, token_ids))
+
+    def finish(self) -> str:
+        """The text ends here: returns what was held but for an unfinished character."""
+        return self._decoder.finish()
+
+
+class _ByteDecoder:
+    """Byte-level tokenizers: an incremental UTF-8 decoder over the tokens' bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def step(self, token_id: int) -> str:
+        return self._decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        return ""  # only bytes of an unfinished character are ever held
+
+
+class _StreamDecoder:
+    """Any other tokenizer, through `tokenizers.DecodeStream`.
+
+    DecodeStream decodes all pending tokens again at each step and never gives up on them, so a run that stays
+    without a finished character is cut off here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = [i for i in prompt_ids[-4 * PROMPT_CONTEXT :] if i not in tokenizer.special_ids]
+        self._context = self._context[-PROMPT_CONTEXT:]
+        self._pending: list[int] = []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._tokenizer.special_ids:
+            return ""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer.backend, token_id)
+        except Exception:  # DecodeStream's only error: the pending tokens changed text that was already given
+            return self._restart()
+        if text is not None:
+            self._context = (self._context + self._pending)[-PROMPT_CONTEXT:]
+            self._pending = []
+            return text
+        return self._restart() if len(self._pending) > MAX_PENDING else ""
+
+    def finish(self) -> str:
+        return self._text_of_pending().rstrip("\ufffd")
+
+    def _restart(self) -> str:
+        text = self._text_of_pending()
+        self._context, self._pending = self._pending[-PROMPT_CONTEXT:], []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        return text
+
+    def _text_of_pending(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        both = self._tokenizer.decode(self._context + self._pending)
+        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode(self._pending)

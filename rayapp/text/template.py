@@ -1,0 +1,61 @@
+"""Chat messages to the prompt text of a model, by the model's own template.
+
+Used by the chat endpoint from worker threads and by Python callers. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rayapp.text.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+"""`role` and `content` (text), and what else the template may read: `name`, `tool_calls`, `tool_call_id`."""
+
+
+class TemplateRefused(ValueError):
+    """The template does not take these messages; the text says why, in the template's own words."""
+
+
+class ChatTemplate:
+    """The chat template of one model.
+
+    Args:
+        source: the Jinja text; the tokenizer gives the special tokens that it may name.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+        self._tokenizer = tokenizer
+        self._source = source
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The template that came with the tokenizer, its default one where it has several; None without."""
+        template = tokenizer.fast.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return cls(tokenizer, template) if template else None
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt text, ending where the assistant's answer begins.
+
+        Raises:
+            TemplateRefused: the template raised, or failed on these messages.
+        """
+        try:
+            rendered = self._tokenizer.fast.apply_chat_template(
+                list(messages), chat_template=self._source, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program: what it may raise is not for us to say
+            raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error
+        return str(rendered)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the rendered messages. Special tokens come from the template alone, so none is doubled.
+
+        Raises:
+            TemplateRefused: see `render`.
+            ValueError: a message holds half of a surrogate pair.
+        """
+        return self._tokenizer.encode(self.render(messages), add_special_tokens=False)

@@ -1,0 +1,256 @@
+"""`serve run` with a configuration file like the shipped one, as an operator sees it: a process of its own, talked to
+by HTTP, by another process and by a submitted job, and ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+
+from tests.conftest import wait_limit
+from tests.rayapp.conftest import free_port, tiny_model, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+STOP_LIMIT_S = 20
+OPENING = "You are a patient assistant who answers in few words and never repeats the question. " * 12
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `serve run`.
+
+    Attributes:
+        folder: Ray's temporary folder of this server alone; every process of it has it in its command line or cwd.
+        env: for other processes that are to talk to it.
+    """
+
+    process: subprocess.Popen[bytes]
+    url: str
+    folder: Path
+    log: Path
+    env: dict[str, str]
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of Ray that belong to it and are alive."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and str(self.folder) in " ".join(
+                process.info["cmdline"] or []
+            ):
+                found.append(process)
+        return found
+
+
+class OtherProcess:
+    """A Python process that is connected to the server's Ray and does what it is asked over pipes."""
+
+    CODE = """
+import json, sys, ray
+ray.init(log_to_driver=False)
+from ray import serve
+from rayapp.client import Client
+client, engines = Client(), serve.get_deployment_handle("EngineReplica-tiny", "convoy")
+for line in sys.stdin:
+    print("answer", json.dumps(eval(line)), flush=True)
+"""
+
+    def __init__(self, server: Server) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", self.CODE],
+            env=server.env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ask(self, expression: str) -> Any:
+        """The value of an expression over `client` and `engines`."""
+        pipe_in, pipe_out = self._process.stdin, self._process.stdout
+        assert pipe_in is not None
+        assert pipe_out is not None
+        print(expression, file=pipe_in, flush=True)
+        for line in pipe_out:
+            if line.startswith("answer "):
+                return json.loads(line.removeprefix("answer "))
+        raise AssertionError("the other process ended")
+
+    def served(self) -> dict[str, int]:
+        """Requests that each replica has ended."""
+        reports = self.ask("engines.broadcast('health', 5.0).results()")
+        return {report["replica"]: report["served"] for report in reports}
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(tiny_http_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two tiny replicas under the shipped configuration, on a port and in a folder of their own."""
+    folder = Path(tempfile.mkdtemp(prefix="cv-"))  # short: Ray puts sockets below it
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = port = free_port()
+    model = tiny_model(tiny_http_path, num_replicas=2, num_gpus=None, num_cpus=0.2, graceful_shutdown_timeout_s=5)
+    config["applications"][0]["args"]["models"] = [model]
+    path = tmp_path_factory.mktemp("serve") / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    env = os.environ | {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
+    env.pop("RAY_ADDRESS", None)
+    log = path.with_name("log")
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [str(BIN / "serve"), "run", str(path), "--address", "local"],
+            env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    server = Server(process, f"http://127.0.0.1:{port}", folder, log, env)
+    try:
+        wait_until(lambda: _healthy(server), 180, every=0.5)
+        (raylet,) = (one for one in server.processes() if one.name() == "raylet")
+        address = next(part.split("=")[1] for part in raylet.cmdline() if part.startswith("--gcs-address="))
+        env["RAY_ADDRESS"] = address
+        yield server
+    finally:
+        _end(server)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def other(server: Server) -> Iterator[OtherProcess]:
+    process = OtherProcess(server)
+    yield process
+    process.close()
+
+
+def _healthy(server: Server) -> bool:
+    assert server.process.poll() is None, server.log.read_text()
+    try:
+        health = httpx.get(f"{server.url}/health", timeout=5)
+        return health.status_code == 200 and health.json()["models"]["tiny"]["replicas"] == 2
+    except (httpx.HTTPError, ValueError):
+        return False
+
+
+def _end(server: Server) -> None:
+    """For a test that failed half-way: nothing of the server may outlive it."""
+    if server.process.poll() is None:
+        server.process.kill()
+        server.process.wait()
+    for process in server.processes():
+        process.kill()
+
+
+def test_the_terminal_shows_what_runs_and_where(server: Server) -> None:
+    wait_until(lambda: "Convoy is ready" in server.log.read_text(), 10)
+    log = server.log.read_text()
+    assert f"{server.url}/v1 serves tiny" in log
+    assert re.search(r"Convoy \S+: tiny in float32 on cpu, 1 threads", log)
+    assert "KV cache: 16,384 tokens" in log
+    assert "maximum concurrency: 4.00 requests of 4,096 tokens" in log
+    assert "engine.num_blocks=1024" in log
+
+
+def test_openai_client_checks_every_answer_strictly(server: Server) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Hello"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", _strict_response_validation=True) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        whole = client.chat.completions.create(model="tiny", messages=messages, n=4, max_tokens=8, seed=1)
+        assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+        stream = client.chat.completions.create(model="tiny", messages=messages, n=4, max_tokens=8, seed=1, stream=True)
+        texts = dict.fromkeys(range(4), "")
+        for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert list(texts.values()) == [choice.message.content for choice in whole.choices]
+        many = client.completions.create(model="tiny", prompt=["One", "Two", "Three"], n=2, max_tokens=4)
+        assert [choice.index for choice in many.choices] == list(range(6))
+
+
+def test_O40_turns_reach_one_replica_from_http_another_process_and_a_job(server: Server, other: OtherProcess) -> None:
+    """Two conversations at home on different replicas: turn 1 by HTTP, turn 2 by a process, turn 3 by a job."""
+    homes: dict[str, str] = {}
+    number = 0
+    while len(homes) < 2:
+        assert number < 30, "every conversation went to the same replica"
+        opening = f"{number}: {OPENING}"
+        number += 1
+        used, text = _complete(server, other, opening)
+        if used not in homes.values():
+            homes[opening + text] = used
+    for text, home in homes.items():
+        before = other.served()
+        other.ask(f"client.generate({text + ' Go on.'!r}, max_tokens=4)")
+        assert _used(before, other.served()) == home
+    ids = [7, *range(200, 340)]
+    home_of_ids, _ = _complete(server, other, ids)
+
+    before = other.served()
+    third = [argument for text in homes for argument in ("--prompt", f"{text} Go on. And on.")]
+    lines = _submit(server, [*third, "--ids", json.dumps(ids)])
+    after = other.served()
+    expected = {replica: 1 + (replica == home_of_ids) for replica in homes.values()}
+    assert {replica: after[replica] - before[replica] for replica in after} == expected
+    assert lines[2]["replica"] == home_of_ids
+    assert len(lines[2]["token_ids"]) == 4
+    # Each turn finds the ones before it in the cache of the replica that it reaches.
+    cached = [lines[0]["usage"]["cached_tokens"], lines[1]["usage"]["cached_tokens"], lines[2]["cached_tokens"]]
+    assert min(cached) >= 128
+
+
+def _complete(server: Server, other: OtherProcess, prompt: str | list[int]) -> tuple[str, str]:
+    """The replica that served a completion over HTTP, and its text."""
+    before = other.served()
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=wait_limit(30)).raise_for_status()
+    return _used(before, other.served()), answer.json()["choices"][0]["text"]
+
+
+def _used(before: dict[str, int], after: dict[str, int]) -> str:
+    (replica,) = (replica for replica in after if after[replica] > before[replica])
+    return replica
+
+
+def _submit(server: Server, arguments: list[str]) -> list[dict[str, Any]]:
+    """What cluster/jobs/generate.py printed as a job."""
+    dashboard = re.search(r"http://127\.0\.0\.1:\d+(?=\s|\x1b)", server.log.read_text())
+    assert dashboard is not None
+    script = [sys.executable, str(ROOT / "cluster/jobs/generate.py"), "--model", "tiny", "--max-tokens", "4"]
+    command = [str(BIN / "ray"), "job", "submit", "--address", dashboard.group(), "--", *script, *arguments]
+    done = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=wait_limit(120))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_zz_ctrl_c_ends_everything_within_seconds(server: Server) -> None:
+    """Also while an answer is being streamed. The last test of this file: it ends the server."""
+    body = {"model": "tiny", "prompt": OPENING, "max_tokens": 3900, "stream": True}
+    with (
+        httpx.Client(timeout=wait_limit(60)) as http,
+        http.stream("POST", f"{server.url}/v1/completions", json=body) as r,
+    ):
+        next(r.iter_lines())
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(wait_limit(STOP_LIMIT_S)) == 0
+    print(f"ended {time.monotonic() - started:.1f} s after Ctrl-C")
+    wait_until(lambda: not server.processes(), STOP_LIMIT_S)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")

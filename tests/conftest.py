@@ -1,0 +1,106 @@
+"""Fixtures and settings that every test shares. Loads no torch before a test asks for a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from tests.serving import ServeRun
+
+# Before torch is loaded: many threads on few cores (or for tiny models on many) make every run slower.
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI", "").lower() in ("1", "true") else "dev")
+
+
+def wait_limit(seconds: float) -> float:
+    """The longest a test waits before it calls something hung. Never a measure of speed."""
+    return seconds * float(os.environ.get("TEST_TIME_SCALE", "1"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in on_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def smol_path() -> Path:
+    """Folder of SmolLM2-135M-Instruct, converted on the first use in the user's cache."""
+    from rayapp.models import BUNDLED_MODEL, resolve
+
+    return resolve(BUNDLED_MODEL)
+
+
+@pytest.fixture(scope="session")
+def smol(smol_path: Path) -> PreTrainedModel:
+    """SMOL in float32. Shared by all tests: leave it as it is."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smol_path, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def smol_tokenizer(smol_path: Path) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(smol_path)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> PreTrainedModel:
+    """TINY: vocabulary 512, context 256, float32. Shared by all tests: leave it as it is."""
+    from tests.models import build_tiny
+
+    return build_tiny()
+
+
+@pytest.fixture(scope="session")
+def served(smol_path: Path, tiny_http_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
+    """One `serve run` for every HTTP test: SMOL as `smol`, TINY as `tiny`, and two models that dictate their text."""
+    from tests.models import build_chain, save
+    from tests.serving import ServeRun, model_args
+
+    folder = tmp_path_factory.mktemp("served")
+    chains = {"chain-newlines": [504, 198, 253, 216, 28, 2], "chain-there": [504, 11527, 253, 2]}
+    sources = {"smol": smol_path, "tiny": tiny_http_path}
+    for name, walk in chains.items():
+        sources[name] = save(build_chain(walk, eos_token_id=2), folder / name, smol_path)
+    with ServeRun(folder, {"models": [model_args(name, source) for name, source in sources.items()]}) as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def tiny_http() -> PreTrainedModel:
+    """TINY as it is served: SmolLM2's vocabulary, context 4096. Shared by all tests: leave it as it is."""
+    from tests.models import SMOL_VOCAB, build_tiny
+
+    return build_tiny(SMOL_VOCAB, 4096)
+
+
+@pytest.fixture(scope="session")
+def tiny_http_path(tiny_http: PreTrainedModel, smol_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of `tiny_http` with SmolLM2's tokenizer and chat template."""
+    from tests.models import save
+
+    return save(tiny_http, tmp_path_factory.mktemp("models") / "tiny", smol_path)

@@ -1,0 +1,177 @@
+"""A runner without a model: it "writes" to every slot which token prefix belongs there, and "attends" by checking
+that each slot of a row's context holds exactly its own prefix. Stale, unwritten or foreign pages cannot pass.
+
+Used by the cache and scheduler tests. The next token is a function of the token list, as with a real greedy model.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from engine.cache.kv_cache import KVCache
+from engine.request import FinishReason, Request
+from engine.sampling.params import SamplingParams
+from engine.scheduling.batch import ScheduledBatch
+from engine.scheduling.scheduler import Scheduler
+
+VOCAB = 3
+GARBAGE = -1
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    return zlib.crc32(bytes(token_ids)) % VOCAB
+
+
+def reference(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What a request generates when nothing disturbs it."""
+    token_ids = list(prompt)
+    for _ in range(max_new_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt) :]
+
+
+class Requests:
+    """Makes requests with ascending arrival."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(
+        self, prompt: Sequence[int], max_new_tokens: int = 4, *, output: Sequence[int] = (), priority: int = 0,
+        salt: bytes = b"", request_id: str | None = None,
+    ) -> Request:  # fmt: skip
+        self.made += 1
+        return Request(
+            request_id=request_id or f"r{self.made}",
+            token_ids=[*prompt, *output],
+            num_prompt_tokens=len(prompt),
+            params=SamplingParams(max_new_tokens=max_new_tokens),
+            arrival=self.made,
+            priority=priority,
+            salt=salt,
+        )
+
+
+class Pages:
+    """The K/V memory: (block, slot) -> (prefix written there, who wrote it)."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: dict[tuple[int, int], tuple[int, Request]] = {}
+        self._prefixes: dict[tuple[object, int], int] = {}
+        self._paths: dict[Request, list[int]] = {}
+
+    def path(self, request: Request) -> list[int]:
+        """For each position a number that stands for the salt and all tokens up to there."""
+        path = self._paths.setdefault(request, [])
+        for position in range(len(path), request.num_tokens):
+            parent: object = path[-1] if path else request.salt
+            path.append(self._prefixes.setdefault((parent, request.token_ids[position]), len(self._prefixes)))
+        return path
+
+    def write(self, request: Request, table: Sequence[int], start: int, end: int, garbage: bool = False) -> None:
+        path = self.path(request)
+        for position in range(start, end):
+            slot = table[position // self.page_size], position % self.page_size
+            self.slots[slot] = (GARBAGE if garbage else path[position], request)
+
+    def attend(self, request: Request, table: Sequence[int], end: int) -> None:
+        path = self.path(request)
+        for position in range(end):
+            block, slot = table[position // self.page_size], position % self.page_size
+            found, writer = self.slots.get((block, slot), (None, None))
+            assert found == path[position], (
+                f"{request.request_id} at position {position} reads slot {slot} of block {block}: "
+                f"{found} by {writer and writer.request_id} instead of {path[position]}"
+            )
+
+    def run(self, batch: ScheduledBatch, garbage: bool = False) -> None:
+        """All rows write, then all rows attend. With garbage they write nonsense and nobody attends: a crash."""
+        rows = list(zip(batch.requests, batch.block_tables, batch.starts, batch.counts, strict=True))
+        for request, table, start, count in rows:
+            self.write(request, table, start, start + count, garbage)
+        if not garbage:
+            for request, table, start, count in rows:
+                self.attend(request, table, start + count)
+
+    def spoil(self, writer: Request, in_use: set[int]) -> None:
+        """Turns to garbage all that a request has written in blocks that no other request uses."""
+        for slot, (_, who) in list(self.slots.items()):
+            if who is writer and slot[0] not in in_use:
+                self.slots[slot] = (GARBAGE, writer)
+
+
+class Engine:
+    """Scheduler, cache and scripted pages in one loop, as the core runs them."""
+
+    def __init__(
+        self, num_blocks: int, page_size: int, *, budget: int = 512, max_requests: int = 8, margin: float = 0.0,
+        sharing: bool = True,
+    ) -> None:  # fmt: skip
+        self.cache = KVCache(num_blocks, page_size, sharing)
+        self.scheduler = Scheduler(self.cache, max_batch_tokens=budget, max_requests=max_requests, safety_margin=margin)
+        self.pages = Pages(page_size)
+        self.new = Requests()
+        self.steps = 0
+
+    def add(self, prompt: Sequence[int], max_new_tokens: int = 4, **more: object) -> Request:
+        request = self.new(prompt, max_new_tokens, **more)  # type: ignore[arg-type]
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> ScheduledBatch:
+        batch = self.scheduler.schedule()
+        self.complete(batch)
+        return batch
+
+    def complete(self, batch: ScheduledBatch) -> None:
+        """What the core does with a batch that runs."""
+        self.steps += 1
+        self.end_outgrown(batch)
+        self.pages.run(batch)
+        self.scheduler.step_done(batch)
+        for row in batch.sampled:
+            request = batch.requests[row]
+            request.token_ids.append(next_token(request.token_ids))
+            if request.num_output_tokens >= request.params.max_new_tokens:
+                request.finish_reason = FinishReason.LENGTH
+                self.scheduler.finish(request)
+        self.cache.check_integrity(self.scheduler.live())
+
+    def crash(self, batch: ScheduledBatch) -> list[Request]:
+        """What the core does with a batch that raises; the requests that are to blame."""
+        self.end_outgrown(batch)
+        self.pages.run(batch, garbage=True)
+        if batch and self.scheduler.is_suspect(batch.requests[0]):
+            (request,) = batch.requests
+            self.fail(request)
+            return [request]
+        self.scheduler.on_step_failed(batch)
+        self.cache.check_integrity(self.scheduler.live())
+        return []
+
+    def fail(self, request: Request) -> None:
+        """Ends a request whose pages are rotten."""
+        self.scheduler.fail(request)
+        self.pages.spoil(request, self.blocks_in_use())
+        request.finish_reason = FinishReason.ERROR
+        self.cache.check_integrity(self.scheduler.live())
+
+    def end_outgrown(self, batch: ScheduledBatch) -> None:
+        for request in batch.outgrown:
+            request.finish_reason = FinishReason.LENGTH
+
+    def blocks_in_use(self) -> set[int]:
+        live = self.scheduler.live()
+        return {block for request in live if self.cache.holds(request) for block in self.cache.table(request)}
+
+    def drain(self, each: Callable[[ScheduledBatch], None] | None = None) -> None:
+        """Steps until nothing is left; every step must bring something on."""
+        while self.scheduler.has_work:
+            batch = self.step()
+            assert batch or batch.outgrown, "there is work, but nothing was scheduled"
+            if each is not None:
+                each(batch)
+        self.cache.check_integrity([])
+        assert self.cache.num_free_blocks == self.cache.num_blocks

@@ -1,0 +1,232 @@
+"""The torch ops against a plain float64 computation, on caches whose unused memory is NaN."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from engine.execution.kv_tensors import KVTensors, allocate
+from engine.ops.interface import PackedRows, make_ops
+from engine.ops.torch_ops import TorchOps
+
+NUM_BLOCKS = 400
+
+
+class Sequences:
+    """Sequences that grow in one cache, every one with its own random K/V, and what attention must give for them."""
+
+    def __init__(
+        self, page: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.heads, self.kv_heads, self.dim, self.page, self.dtype = heads, kv_heads, dim, page, dtype
+        self.kv: KVTensors = allocate(1, NUM_BLOCKS, kv_heads, page, dim, dtype)
+        for tensor in (*self.kv.keys, *self.kv.values):
+            tensor[1:] = float("nan")
+        self.ops = make_ops(self.kv)
+        self.generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(NUM_BLOCKS, generator=self.generator) + 1
+        self.free: list[int] = order.tolist()
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.tables: list[list[int]] = []
+
+    def add(self, *lengths: int) -> None:
+        for length in lengths:
+            if length:
+                self.step([(self.new(), length)])
+            else:
+                self.new()
+
+    def new(self) -> int:
+        self.keys.append(torch.empty(self.kv_heads, 0, self.dim, dtype=self.dtype))
+        self.values.append(self.keys[-1])
+        self.tables.append([])
+        return len(self.tables) - 1
+
+    def drop(self, sequence: int) -> None:
+        """Returns the blocks, to be taken next, with whatever they hold."""
+        self.free = self.tables[sequence] + self.free
+        self.tables[sequence] = []
+
+    def random(self, heads: int, tokens: int) -> torch.Tensor:
+        """[heads, tokens, dim], laid out as a model's projections are."""
+        return torch.randn(tokens, heads, self.dim, generator=self.generator).to(self.dtype).transpose(0, 1)
+
+    def random_kv(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.random(self.kv_heads, tokens), self.random(self.kv_heads, tokens)
+
+    def step(
+        self,
+        growth: list[tuple[int, int]],
+        scaling: float | None = None,
+        kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> dict[int, float]:
+        """Appends tokens to sequences in one step; returns each one's largest error.
+
+        `kv` are the new K and V in packed order, random by default.
+        """
+        growth = sorted(growth, key=lambda row: (row[1] != 1, -self.keys[row[0]].shape[1] * (row[1] == 1)))
+        starts = [self.keys[sequence].shape[1] for sequence, _ in growth]
+        counts = [count for _, count in growth]
+        for (sequence, count), start in zip(growth, starts, strict=True):
+            table = self.tables[sequence]
+            while len(table) * self.page < start + count:
+                table.append(self.free.pop(0))
+        rows = PackedRows(
+            starts=np.array(starts),
+            counts=np.array(counts),
+            offsets=np.cumsum(counts) - counts,
+            block_tables=[self.tables[sequence] for sequence, _ in growth],
+            num_single=counts.count(1),
+        )
+        query = self.random(self.heads, sum(counts)).transpose(0, 1)
+        key, value = kv or self.random_kv(sum(counts))
+        with torch.inference_mode():
+            plan = self.ops.plan(rows)
+            self.ops.write_kv(0, key, value, plan)
+            out = self.ops.attend(0, query, key, value, plan, scaling)
+        errors = {}
+        for (sequence, count), offset in zip(growth, rows.offsets.tolist(), strict=True):
+            span = slice(offset, offset + count)
+            self.keys[sequence] = torch.cat((self.keys[sequence], key[:, span]), dim=1)
+            self.values[sequence] = torch.cat((self.values[sequence], value[:, span]), dim=1)
+            expected = self.expected(sequence, query[span], scaling)
+            errors[sequence] = (out[span].double() - expected).abs().max().item()
+        return errors
+
+    def expected(self, sequence: int, query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        """[tokens, heads, dim] in float64, for queries at the sequence's last positions."""
+        group = self.heads // self.kv_heads
+        key, value = (x[sequence].double().repeat_interleave(group, dim=0) for x in (self.keys, self.values))
+        scores = query.double().transpose(0, 1) @ key.transpose(1, 2) * (scaling or 1 / math.sqrt(self.dim))
+        length, tokens = key.shape[1], query.shape[0]
+        hidden = torch.arange(length) > torch.arange(length - tokens, length)[:, None]
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return (weights @ value).transpose(0, 1)
+
+
+def assert_close(errors: dict[int, float], limit: float = 2e-6) -> None:
+    assert errors
+    for sequence, error in errors.items():
+        assert error < limit, f"sequence {sequence} is off by {error}"  # NaN fails too
+
+
+@pytest.mark.parametrize("page", [4, 16, 64, 256])
+def test_ragged_decode_and_chunks_in_one_step(page: int) -> None:
+    sequences = Sequences(page)
+    sequences.add(1, 3, 4, 5, 15, 16, 17, 63, 64, 65, 130, 0, 0, 31, 100)
+    for _ in range(3):
+        decodes = [(sequence, 1) for sequence in range(11)]
+        assert_close(sequences.step([*decodes, (11, 20), (12, 16), (13, 7), (14, 33)]))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (9, 3), (8, 1), (9, 1)])
+@pytest.mark.parametrize("dim", [8, 24, 64, 80, 128])
+def test_heads_and_head_sizes(heads: int, kv_heads: int, dim: int) -> None:
+    sequences = Sequences(16, heads, kv_heads, dim)
+    sequences.add(40, 7, 0, 20)
+    assert_close(sequences.step([(0, 1), (1, 1), (2, 19), (3, 18)]))
+
+
+@pytest.mark.parametrize("scaling", [0.01, 1.0])
+def test_scaling(scaling: float) -> None:
+    sequences = Sequences(16)
+    sequences.add(40, 0, 20)
+    assert_close(sequences.step([(0, 1), (1, 19), (2, 18)], scaling), 1e-5)
+
+
+def test_bfloat16() -> None:
+    sequences = Sequences(16, dtype=torch.bfloat16)
+    sequences.add(40, 7, 0, 20)
+    assert_close(sequences.step([(0, 1), (1, 1), (2, 19), (3, 18)]), 2e-2)
+
+
+def test_long_contexts_in_many_query_chunks() -> None:
+    sequences = Sequences(64)
+    sequences.add(1100, 20)
+    assert_close(sequences.step([(0, 300), (1, 1)]))
+    assert_close(sequences.step([(0, 700), (1, 600)]))
+    assert_close(sequences.step([(0, 1), (1, 1)]))
+
+
+@pytest.mark.parametrize("page", [4, 16])
+def test_O18_block_borders(page: int) -> None:
+    for length in range(1, 3 * page + 2):
+        sequences = Sequences(page)
+        sequences.add(length)
+        for count in (1, 1, page - 1, page, page + 1, 1):
+            assert_close(sequences.step([(0, count)]))
+
+
+def test_rows_of_one_step_share_a_block_that_one_of_them_writes() -> None:
+    sequences = Sequences(16)
+    sequences.add(0, 0)
+    key, value = sequences.random_kv(35)
+    # Sequence 1 finds the first block of sequence 0 in the cache in the very step that writes it.
+    sequences.tables = [[sequences.free[0]], [sequences.free.pop(0)]]
+    sequences.keys[1], sequences.values[1] = key[:, :16], value[:, :16]
+    assert_close(sequences.step([(0, 30), (1, 5)], kv=(key, value)))
+
+
+def test_reused_blocks_carry_nothing_over() -> None:
+    """A sequence of NaN hurts itself alone, and nobody who gets its blocks later."""
+    sequences = Sequences(16)
+    sequences.add(30, 5, 0)
+    key, value = sequences.random_kv(44)
+    key[:, 4:], value[:, 4:] = float("nan"), float("nan")
+    errors = sequences.step([(0, 1), (1, 3), (2, 40)], kv=(key, value))
+    assert math.isnan(errors.pop(2))
+    assert_close(errors)
+    blocks = set(sequences.tables[2])
+    sequences.drop(2)
+    sequences.add(0, 0)
+    assert_close(sequences.step([(0, 1), (1, 17), (3, 1), (4, 18)]))
+    assert blocks & {block for table in sequences.tables for block in table}
+    for _ in range(20):
+        assert_close(sequences.step([(0, 1), (1, 1), (3, 1), (4, 1)]))
+
+
+def test_null_block_stays_zero() -> None:
+    sequences = Sequences(4)
+    sequences.add(*range(30))
+    sequences.step([(sequence, 1 + sequence % 3) for sequence in range(30)])
+    assert not sequences.kv.keys[0][0].any() and not sequences.kv.values[0][0].any()
+
+
+def test_without_a_cache_nothing_is_read_or_written() -> None:
+    sequences = Sequences(16)
+    before = sequences.kv.keys[0].clone()
+    query, key, value = (sequences.random(heads, 9) for heads in (4, 2, 2))
+    rows = PackedRows(np.array([0, 0]), np.array([1, 8]), np.array([0, 1]), None, 0)
+    plan = sequences.ops.plan(rows)
+    sequences.ops.write_kv(0, key, value, plan)
+    out = sequences.ops.attend(0, query.transpose(0, 1), key, value, plan, None)
+    assert torch.equal(before.nan_to_num(), sequences.kv.keys[0].nan_to_num())
+    sequences.new()
+    sequences.keys[0], sequences.values[0] = key[:, 1:], value[:, 1:]
+    assert (out[1:].double() - sequences.expected(0, query.transpose(0, 1)[1:], None)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_buckets_take_every_row_once_and_pad_little(seed: int) -> None:
+    """What is gathered stays within a quarter of what is read plus a fixed slack a bucket, in small pieces."""
+    generator = np.random.default_rng(seed)
+    kv = allocate(1, 40000, 3, 16, 64, torch.bfloat16)
+    ops = make_ops(kv)
+    assert isinstance(ops, TorchOps)
+    ends = np.sort(generator.integers(1, 4000, 150))[::-1]
+    tables = [list(range(1, 1 + -(-int(end) // 16))) for end in ends]
+    plan = ops.plan(PackedRows(ends - 1, np.ones(150, np.int64), np.arange(150), tables, 150))
+    assert [bucket.first for bucket in plan.buckets] == [0, *(bucket.last for bucket in plan.buckets[:-1])]
+    assert plan.buckets[-1].last == 150
+    for bucket in plan.buckets:
+        rows = bucket.last - bucket.first
+        gathered = rows * bucket.length // 16
+        read = sum(len(table) for table in tables[bucket.first : bucket.last])
+        assert len(bucket.index) == gathered * 3
+        page_bytes = 16 * 3 * 64 * 2
+        assert gathered <= 1.25 * read + (1 << 17) / page_bytes
+        assert gathered * page_bytes <= 1 << 20 or rows == 1

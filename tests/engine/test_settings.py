@@ -1,0 +1,215 @@
+"""Settings: defaults by device, memory sizing with its numbers, reading of free memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import ContinuousBatchingConfig, WorkloadHints
+from engine.settings import ModelFacts, Settings, available_memory, describe, resolve
+
+GIB = 1 << 30
+SMALL = ModelFacts(30, 3, 9, 64, 2, 8192, 49152, "cpu", ("full_attention",) * 30)
+ON_CUDA = dataclasses.replace(SMALL, device_type="cuda")
+
+
+def settings(
+    facts: ModelFacts = SMALL, hints: WorkloadHints | None = None, memory: int = 16 * GIB, **config: Any
+) -> Settings:
+    return resolve(ContinuousBatchingConfig(**config), facts, hints, memory=memory)
+
+
+def test_defaults_on_cpu() -> None:
+    found = settings()
+    assert (found.page_size, found.max_batch_tokens, found.max_requests) == (32, 512, 512)
+    assert (found.safety_margin, found.sharing, found.scheduler_type) == (0.15, True, "fifo")
+    assert (found.context_length, found.vocab_size, found.device_type) == (8192, 49152, "cpu")
+    assert found.kv_bytes_per_block == 32 * 2 * 30 * 3 * 64 * 2
+    used = (found.num_blocks + 1) * found.kv_bytes_per_block
+    assert 0.5 * 16 * GIB < used <= 0.6 * 16 * GIB
+
+
+def test_defaults_on_cuda_are_those_of_the_guide() -> None:
+    found = settings(ON_CUDA, memory=80 * GIB)
+    assert (found.page_size, found.max_batch_tokens, found.max_requests) == (256, 8192, 1024)
+    assert 0.85 * 80 * GIB < found.num_blocks * found.kv_bytes_per_block <= 0.9 * 80 * GIB
+
+
+def test_batch_tokens_are_bounded_by_memory_but_never_below_256() -> None:
+    wide = dataclasses.replace(ON_CUDA, num_heads=64, head_dim=128, num_kv_heads=1, vocab_size=1000)
+    assert settings(wide, memory=80 * GIB).max_batch_tokens == 8192
+    assert 256 < settings(wide, memory=8 * GIB).max_batch_tokens < 8192
+    assert settings(wide, memory=GIB // 2).max_batch_tokens == 256
+    assert settings(wide, memory=8 * GIB, max_batch_tokens=9000).max_batch_tokens == 9000
+    assert settings(max_batch_tokens=8).max_batch_tokens == 8
+
+
+def test_request_cap() -> None:
+    assert settings(hints=WorkloadHints(num_requests=7)).max_requests == 7
+    assert settings(ON_CUDA, WorkloadHints(num_requests=5000), 80 * GIB).max_requests == 1024
+    assert settings(max_requests_per_batch=9, hints=WorkloadHints(num_requests=7)).max_requests == 9
+    assert settings(max_requests_per_batch=300, max_batch_tokens=100).max_requests == 100
+    assert settings(max_requests_per_batch=300, num_blocks=4).max_requests == 4
+
+
+def test_logits_of_a_large_vocabulary_lower_the_default_request_cap_only() -> None:
+    large = dataclasses.replace(SMALL, vocab_size=256_000)
+    assert settings(large, memory=2 * GIB).max_requests < 100
+    assert settings(large, memory=16 * GIB, max_requests_per_batch=512).max_requests == 512
+
+
+def test_explicit_blocks_are_kept_or_refused_with_numbers() -> None:
+    assert settings(num_blocks=5).num_blocks == 5
+    with pytest.raises(
+        MemoryError, match=r"30000 blocks of 32 tokens .*0\.34 GiB for the buffers.*budget of 9\.60 GiB"
+    ):
+        settings(num_blocks=30_000)
+    most = settings().num_blocks
+    assert settings(num_blocks=most).num_blocks == most
+    with pytest.raises(MemoryError):
+        settings(num_blocks=most + 1)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(MemoryError, match="max_memory_percent"):
+        settings(memory=GIB // 100)
+    with pytest.raises(MemoryError, match="max_batch_tokens"):
+        settings(max_batch_tokens=10_000_000)
+
+
+def test_block_count_of_a_small_model_on_cpu_is_capped() -> None:
+    tiny = ModelFacts(4, 2, 4, 16, 4, 256, 512, "cpu", ("full_attention",) * 4)
+    assert settings(tiny).num_blocks == 1024 * 256 // 32
+    assert settings(dataclasses.replace(tiny, context_length=None)).num_blocks == 65536
+    assert settings(dataclasses.replace(tiny, context_length=10**6)).num_blocks == 65536
+    assert settings(tiny, num_blocks=100_000).num_blocks == 100_000
+
+
+def test_context_length_defaults_to_the_cache() -> None:
+    unknown = dataclasses.replace(SMALL, context_length=None)
+    assert settings(unknown, num_blocks=10).context_length == 320
+    assert settings(num_blocks=10).context_length == 8192
+
+
+def test_seed() -> None:
+    assert settings(seed=7).seed == 7
+    assert settings(seed=-1).seed == 2**64 - 1
+    assert settings(seed=2**70 + 5).seed == 5
+    assert settings().seed != settings().seed
+
+
+@given(
+    memory=st.integers(2 * GIB, 200 * GIB),
+    page_size=st.integers(4, 512),
+    tokens=st.one_of(st.none(), st.integers(1, 20_000)),
+    requests=st.one_of(st.none(), st.integers(1, 1000)),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+def test_never_over_budget(memory: int, page_size: int, tokens: int | None, requests: int | None, device: str) -> None:
+    facts = dataclasses.replace(SMALL, device_type=device)
+    found = settings(
+        facts, memory=memory, page_size=page_size, max_batch_tokens=tokens, max_requests_per_batch=requests
+    )
+    assert (found.num_blocks + 1) * found.kv_bytes_per_block <= memory * 0.9
+    assert 1 <= found.max_requests <= min(found.max_batch_tokens, found.num_blocks)
+    assert tokens is not None or found.max_batch_tokens >= 256
+
+
+def test_describe() -> None:
+    text = "\n".join(describe(settings(num_blocks=1024, seed=5)))
+    assert "32,768 tokens, 1,024 blocks of 32, 0.70 GiB" in text
+    assert "4.00 requests of 8,192 tokens" in text
+    assert "512 tokens and 512 requests, fifo, safety margin 0.15" in text
+    assert "prefix caching: on; seed 5" in text
+
+
+def test_unknown_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.settings.available_memory", lambda *_: None)
+    assert resolve(ContinuousBatchingConfig(num_blocks=9), SMALL).num_blocks == 9
+    with pytest.raises(ValueError, match="set num_blocks"):
+        resolve(ContinuousBatchingConfig(), SMALL)
+
+
+class TestAvailableMemory:
+    """Reading of fake /proc and /sys files."""
+
+    @pytest.fixture(autouse=True)
+    def files(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+        (tmp_path / "meminfo").write_text("MemTotal: 100000 kB\nMemFree: 5 kB\nMemAvailable:   20000 kB\n")
+        (tmp_path / "cgroup").write_text("")
+        (tmp_path / "sys").mkdir()
+
+    def read(self) -> int | None:
+        return available_memory(
+            meminfo=str(self.root / "meminfo"),
+            cgroup_root=str(self.root / "sys"),
+            own_cgroup=str(self.root / "cgroup"),
+        )
+
+    def group(self, path: str, **values: str | int) -> None:
+        folder = self.root / "sys" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in values.items():
+            (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+    def test_no_limits(self) -> None:
+        assert self.read() == 20000 * 1024
+        (self.root / "cgroup").unlink()
+        assert self.read() == 20000 * 1024
+
+    def test_v2(self) -> None:
+        (self.root / "cgroup").write_text("0::/a/b\n")
+        self.group("a/b", memory__max="max", memory__current=5_000_000)
+        assert self.read() == 20000 * 1024
+        self.group("a/b", memory__max=9_000_000)
+        assert self.read() == 4_000_000
+        self.group("a/b", memory__stat="anon 4000000\ninactive_file 600000\nactive_file 1")
+        assert self.read() == 4_600_000
+
+    def test_v2_limit_of_a_parent(self) -> None:
+        (self.root / "cgroup").write_text("0::/a/b\n")
+        self.group("a/b", memory__max=9_000_000, memory__current=1_000_000)
+        self.group("a", memory__max=7_000_000, memory__current=6_500_000)
+        assert self.read() == 500_000
+
+    def test_v2_own_group_is_the_root(self) -> None:
+        (self.root / "cgroup").write_text("0::/outside/of/the/container\n")
+        self.group("", memory__max=3_000_000, memory__current=1_000_000)
+        assert self.read() == 2_000_000
+
+    def test_v1(self) -> None:
+        (self.root / "cgroup").write_text("5:cpu:/x\n4:memory,hugetlb:/a\n0::/\n")
+        self.group("memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=1)
+        assert self.read() == 20000 * 1024
+        self.group("memory/a", memory__limit_in_bytes=6_000_000, memory__usage_in_bytes=2_000_000)
+        assert self.read() == 4_000_000
+        self.group("memory/a", memory__stat="inactive_file 9\ntotal_inactive_file 50000")
+        assert self.read() == 4_050_000
+
+    def test_over_the_limit(self) -> None:
+        (self.root / "cgroup").write_text("0::/\n")
+        self.group("", memory__max=1_000_000, memory__current=1_500_000)
+        assert self.read() == 0
+
+    def test_limit_above_what_the_system_has(self) -> None:
+        (self.root / "cgroup").write_text("0::/\n")
+        self.group("", memory__max=10**12, memory__current=0)
+        assert self.read() == 20000 * 1024
+
+    def test_system_without_meminfo(self) -> None:
+        (self.root / "meminfo").unlink()
+        found = self.read()
+        assert found is not None
+        assert found > 0
+
+
+def test_this_machine() -> None:
+    found = available_memory()
+    assert found is not None
+    assert 1 << 20 < found < 1 << 50

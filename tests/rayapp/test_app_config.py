@@ -1,0 +1,120 @@
+"""The configuration and `build`: what is refused and how it says so, defaults by device, what gets deployed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+import rayapp.app
+from rayapp.app import build, resolve_device
+from rayapp.config import AppConfig, ModelConfig, deployment_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def model(**fields: Any) -> ModelConfig:
+    return AppConfig.model_validate({"models": [{"name": "m", **fields}]}).models[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"modles": []}, "unknown key 'modles': did you mean 'models'"),
+        ({"models": []}, "at least 1"),
+        ({"models": [{"nam": "m"}]}, "did you mean 'name'"),
+        ({"models": [{"name": "m", "num_replica": 2}]}, "did you mean 'num_replicas'"),
+        ({"models": [{"name": "m", "device": "gpu"}]}, "'auto', 'cpu' or 'cuda'"),
+        ({"models": [{"name": "m", "num_replicas": 0}]}, "greater than or equal to 1"),
+        ({"models": [{"name": "m", "tensor_parallel_size": 2}]}, "tensor_parallel_size"),
+        ({"models": [{"name": "m", "engine": {"page_sise": 16}}]}, "did you mean 'page_size'"),
+        ({"models": [{"name": "m", "engine": {"page_size": 3}}]}, "page_size is 3"),
+        ({"models": [{"name": "m", "engine": {"use_cuda_graph": True}}]}, "use_cuda_graph"),
+        ({"models": [{"name": "m", "engine": {"per_request_processors": False}}]}, "per_request_processors"),
+        ({"models": [{"name": "a/b"}, {"name": "a-b"}]}, "both need the deployment 'EngineReplica-a-b'"),
+        ({"models": [{"name": "m"}], "router": {"load_facto": 2}}, "did you mean 'load_factor'"),
+        ({"models": [{"name": "m"}], "router": {"load_factor": 0.5}}, "load_factor"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(args: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        build(args)
+    assert words in str(error.value)
+
+
+def test_defaults_follow_the_device() -> None:
+    cpu, cuda = model(device="cpu"), model(device="cuda")
+    assert (cpu.gpus(), cuda.gpus(), model(device="cpu", num_gpus=1).gpus()) == (0, 1, 1)
+    assert cpu.engine_fields()["max_memory_percent"] < 0.6
+    assert "max_memory_percent" not in cuda.engine_fields()
+    assert "max_memory_percent" not in model(device="cpu", engine={"num_blocks": 8}).engine_fields()
+    assert all(one.engine_fields()["per_request_processors"] for one in (cpu, cuda))
+
+
+def test_ongoing_requests_are_what_the_engine_can_run_and_a_few_more() -> None:
+    assert model(device="cpu", engine={"max_requests_per_batch": 8}).ongoing_limit() == 10
+    assert model(max_ongoing_requests=3).ongoing_limit() == 3
+
+
+def test_changed_fields_are_those_that_differ() -> None:
+    assert model().changed_fields() == {}
+    assert model(num_replicas=1, source="m").changed_fields() == {}
+    assert model(source="x", engine={"page_size": 16}).changed_fields() == {"source": "x", "engine.page_size": 16}
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError):
+        model().num_replicas = 2  # type: ignore[misc]
+
+
+def test_auto_looks_at_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rayapp.app.ray, "is_initialized", lambda: False)
+    for found, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(rayapp.app, "has_gpu", lambda found=found: found)
+        assert resolve_device(model()) == device
+        assert resolve_device(model(device="cpu")) == "cpu"
+
+
+def test_auto_is_refused_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rayapp.app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(rayapp.app.ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
+    with pytest.raises(ValueError, match="2 nodes; set device: cpu or device: cuda"):
+        resolve_device(model())
+    assert resolve_device(model(device="cuda")) == "cuda"
+
+
+def test_auto_does_not_ask_for_gpus_that_ray_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rayapp.app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(rayapp.app.ray, "nodes", lambda: [{"Alive": True}])
+    monkeypatch.setattr(rayapp.app.ray, "cluster_resources", lambda: {"CPU": 2})
+    monkeypatch.setattr(rayapp.app, "has_gpu", lambda: True)
+    assert resolve_device(model()) == "cpu"
+
+
+def test_build_needs_no_weights_no_torch_and_no_ray(tmp_path: Path) -> None:
+    """Unresolvable sources are no matter here: only the processes that need them look."""
+    code = (
+        "import sys; from rayapp.app import build\n"
+        "app = build({'models': [{'name': 'm', 'source': '/nowhere', 'device': 'cuda', 'num_replicas': 2}]})\n"
+        "import ray; print(app is not None, 'torch' in sys.modules, ray.is_initialized())"
+    )
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["True", "False", "False"]
+
+
+def test_the_shipped_file_is_valid() -> None:
+    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8000}
+    (application,) = config["applications"]
+    assert (application["name"], application["import_path"]) == ("convoy", "rayapp.app:build")
+    (served,) = AppConfig.model_validate(application["args"]).models
+    assert (served.name, served.num_replicas) == ("smollm2-135m-instruct", 1)
+
+
+def test_deployment_names_take_any_model_name() -> None:
+    assert deployment_name("Qwen/Qwen3-8B") == "EngineReplica-Qwen-Qwen3-8B"

@@ -1,0 +1,216 @@
+"""The engine actor in this process, without Ray: items, ends, cancellation, and an engine that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.execution.model_runner import ModelRunner
+from rayapp.config import ModelConfig
+from rayapp.engine_actor import EngineActor, Item, Mailbox
+from rayapp.failures import EngineUnavailable, InvalidRequest
+from rayapp.link import wire_request
+from tests.conftest import wait_limit
+from tests.models import ref
+from tests.rayapp.conftest import tiny_model
+
+PROMPT = [5, 6, 7, 8]
+
+Scenario = Callable[[EngineActor], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tiny_http_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Scenario], None]:
+    """Runs a scenario with an actor that has started, and ends its engine."""
+
+    async def life(scenario: Scenario) -> None:
+        threads = torch.get_num_threads()
+        actor = EngineActor(ModelConfig(**tiny_model(tiny_http_path)))
+        await actor.start()
+        try:
+            await scenario(actor)
+        finally:
+            await asyncio.to_thread(actor._engine.stop, hard_stop=True)
+            torch.set_num_threads(threads)
+
+    return lambda scenario: asyncio.run(asyncio.wait_for(life(scenario), wait_limit(60)))
+
+
+async def collect(actor: EngineActor, request: dict[str, Any]) -> list[Item]:
+    return [item async for item in actor.generate(request)]
+
+
+def tokens_of(items: list[Item]) -> list[int]:
+    return [token for tokens, _, _ in items for token in tokens]
+
+
+async def until_idle(actor: EngineActor) -> None:
+    while (stats := await actor.stats())["running"] + stats["waiting"] + stats["streams"]:
+        await asyncio.sleep(0.01)
+    assert stats["kv_used_blocks"] == 0
+
+
+def test_items_of_one_request(run: Callable[[Scenario], None], tiny_http: PreTrainedModel) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        items = await collect(actor, wire_request(PROMPT, {"max_new_tokens": 20}))
+        assert tokens_of(items) == ref(tiny_http, PROMPT, 20)
+        assert len(items[0][0]) >= 1
+        assert [reason for _, reason, _ in items] == [None] * (len(items) - 1) + ["length"]
+        assert [info is not None for _, _, info in items] == [True, *[False] * (len(items) - 2), True]
+        info = items[-1][2]
+        assert info is not None
+        assert (info["prompt_tokens"], info["error"], info["engine_failed"]) == (4, None, False)
+        ended = await collect(
+            actor, wire_request(PROMPT, {"max_new_tokens": 20, "stop_token_ids": [ref(tiny_http, PROMPT, 3)[-1]]})
+        )
+        assert (tokens_of(ended), ended[-1][1]) == (ref(tiny_http, PROMPT, 3), "stop")
+
+    run(scenario)
+
+
+def test_many_at_once_and_a_prefix_that_is_cached(run: Callable[[Scenario], None], tiny_http: PreTrainedModel) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        prompt = list(range(100, 180))
+        await collect(actor, wire_request(prompt, {"max_new_tokens": 2}))
+        requests = [wire_request([*prompt, number], {"max_new_tokens": 12}) for number in range(16)]
+        answers = await asyncio.gather(*(collect(actor, request) for request in requests))
+        for request, items in zip(requests, answers, strict=True):
+            assert tokens_of(items) == ref(tiny_http, request["prompt_ids"], 12)
+            assert items[-1][2] is not None
+            assert items[-1][2]["cached_tokens"] == 80
+        salted = await collect(actor, wire_request(prompt, {"max_new_tokens": 2}, cache_salt="tenant"))
+        assert salted[-1][2] is not None
+        assert salted[-1][2]["cached_tokens"] == 0
+        await until_idle(actor)
+
+    run(scenario)
+
+
+def test_abort_and_closed_generators_end_the_request(run: Callable[[Scenario], None]) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        request = wire_request(PROMPT, {"max_new_tokens": 4000})
+        stream = actor.generate(request)
+        await anext(stream)
+        await actor.abort(request["request_id"])
+        reasons = [reason async for _, reason, _ in stream]
+        assert reasons[-1] == "cancelled"
+        await actor.abort(request["request_id"])
+        await actor.abort("never seen")
+
+        closed = actor.generate(wire_request(PROMPT, {"max_new_tokens": 4000}))
+        await anext(closed)
+        await closed.aclose()  # type: ignore[attr-defined]
+        cancelled = asyncio.create_task(collect(actor, wire_request(PROMPT, {"max_new_tokens": 4000})))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        await until_idle(actor)
+
+    run(scenario)
+
+
+def test_refusals_name_the_argument(run: Callable[[Scenario], None]) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        for sampling, words in (({"top_p": 7.0, "do_sample": True}, "top_p"), ({"nonsense": 1}, "nonsense")):
+            with pytest.raises(InvalidRequest, match=words):
+                await collect(actor, wire_request(PROMPT, sampling))
+        with pytest.raises(InvalidRequest, match="49151"):
+            await collect(actor, wire_request([10**9], {}))
+        request = wire_request(PROMPT, {"max_new_tokens": 4000})
+        stream = actor.generate(request)
+        await anext(stream)
+        with pytest.raises(InvalidRequest, match="in use"):
+            await collect(actor, request)
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert (await actor.health())["error"] is None
+
+    run(scenario)
+
+
+def test_O27_a_failed_engine_tells_everyone_and_refuses(
+    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From some step on the model raises always: who runs learns why, new requests are refused, health says it."""
+
+    async def scenario(actor: EngineActor) -> None:
+        launch, calls = ModelRunner.launch, 0
+
+        def failing(self: ModelRunner, *args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls >= 5:
+                raise RuntimeError("boom")
+            return launch(self, *args)
+
+        monkeypatch.setattr(ModelRunner, "launch", failing)
+        monkeypatch.setattr(ModelRunner, "probe", failing)
+        requests = [wire_request([number, *PROMPT], {"max_new_tokens": 100}) for number in range(3)]
+        for items in await asyncio.gather(*(collect(actor, request) for request in requests)):
+            assert items[-1][1] == "error"
+            assert items[-1][2] is not None
+            assert "boom" in items[-1][2]["error"]
+        while actor._engine.is_running():
+            await asyncio.sleep(0.01)
+        assert "boom" in (await actor.health())["error"]
+        with pytest.raises(EngineUnavailable, match="boom"):
+            await collect(actor, wire_request(PROMPT, {}))
+
+    run(scenario)
+
+
+def test_a_stuck_engine_is_not_healthy(run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        busy = {"running": 1, "waiting": 0, "idle_s": 121.0}
+        monkeypatch.setattr(actor._engine, "stats", lambda: busy)
+        assert "stall_timeout_s: 120" in (await actor.health())["error"]
+        busy["running"] = 0
+        assert (await actor.health())["error"] is None
+
+    run(scenario)
+
+
+def test_engine_thread_computes_with_the_configured_threads(
+    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        launch, seen = ModelRunner.launch, []
+
+        def noting(self: ModelRunner, *args: Any) -> Any:
+            seen.append(torch.get_num_threads())
+            return launch(self, *args)
+
+        torch.set_num_threads(2)
+        monkeypatch.setattr(ModelRunner, "launch", noting)
+        await collect(actor, wire_request(PROMPT, {"max_new_tokens": 2}))
+        assert set(seen) == {1}
+
+    run(scenario)
+
+
+def output(count: int, finished: bool = False) -> Any:
+    return SimpleNamespace(count=count, is_finished=lambda: finished)
+
+
+def test_mailbox_gathers_what_comes_during_the_pause() -> None:
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        mailbox.put(output(1))
+        assert (await mailbox.next(pause=0.2)).count == 1  # the first one at once
+        asked = asyncio.get_running_loop().time()
+        for count in range(2, 6):
+            mailbox.put(output(count))
+        assert (await mailbox.next(pause=30)).count == 5
+        assert asyncio.get_running_loop().time() - asked > 0.1
+        mailbox.put(output(6))
+        mailbox.put(output(7, finished=True))
+        assert (await mailbox.next(pause=30)).count == 7  # the end does not wait
+
+    asyncio.run(asyncio.wait_for(scenario(), wait_limit(10)))
