@@ -1,4 +1,4 @@
-"""`ContinuousBatchingManager`: what callers hold. Checks requests, names them, and hands them to the engine thread.
+"""`ContinuousBatchingManager`: what callers hold. Names requests and hands them to the engine thread.
 
 Builds the engine (shadow model, cache, scheduler, runner) on first use and keeps it between sessions, so that
 `stop` and `start` need no reload. Knows nothing of what happens inside a step.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import threading
 import time
 import weakref
@@ -19,12 +18,10 @@ from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.core import EngineCore
 from engine.delivery import Delivery, ResultHandler
+from engine.intake import Intake, refused_output
 from engine.loop import EngineLoop, describe_error
 from engine.outputs import GenerationOutput
-from engine.request import FinishReason, Request, RequestStatus
-from engine.sampling.params import SamplingParams
-from engine.sampling.random import derive_seed
-from engine.sampling.resolve import make_params, merge_generation_config
+from engine.sampling.resolve import merge_generation_config
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import Settings, resolve
 
@@ -65,12 +62,12 @@ class ContinuousBatchingManager:
         self.generation_config = merge_generation_config(model, generation_config)
         config = config or ContinuousBatchingConfig()
         self.settings: Settings = resolve(config, model_facts(model), workload_hints or WorkloadHints())
+        self._intake = Intake(self.settings, self.generation_config)
         self._delivery = Delivery()
         self._core: EngineCore | None = None
         self._loop = EngineLoop(self._delivery)
         self._lock = threading.RLock()
         self._names = itertools.count()
-        self._arrivals = itertools.count()
 
     # Life
 
@@ -189,9 +186,17 @@ class ContinuousBatchingManager:
             return None
         sampling.update(max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
         with self._lock:
-            request = self._make_request(input_ids, output_ids, sampling, request_id, cache_salt)
-            request.streaming, request.record_timestamps, request.priority = streaming, record_timestamps, priority
-            self._submit([request], result_handler)
+            request = self._intake.request(
+                self._name() if request_id is None else request_id,
+                input_ids,
+                sampling,
+                output_ids=output_ids,
+                cache_salt=cache_salt,
+                priority=priority,
+                streaming=streaming,
+                record_timestamps=record_timestamps,
+            )
+            self._loop.submit([request], result_handler)
         return request.request_id
 
     def add_requests(
@@ -214,10 +219,13 @@ class ContinuousBatchingManager:
             return None
         sampling.update(max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
         with self._lock:
-            requests = [self._make_request(ids, (), sampling) for ids in inputs]
-            for request in requests:
-                request.streaming, request.record_timestamps = streaming, record_timestamps
-            self._submit(self._in_queue_order(requests), None)
+            requests = [
+                self._intake.request(
+                    self._name(), ids, sampling, streaming=streaming, record_timestamps=record_timestamps
+                )
+                for ids in inputs
+            ]
+            self._loop.submit(self._intake.in_queue_order(requests))
         return [request.request_id for request in requests]
 
     def add_valid_requests(
@@ -235,16 +243,16 @@ class ContinuousBatchingManager:
                 name = self._name()
                 refused[name] = None
                 try:
-                    requests.append(self._make_request(ids, (), arguments, name))
-                    requests[-1].record_timestamps = record_timestamps
+                    request = self._intake.request(name, ids, arguments, record_timestamps=record_timestamps)
+                    requests.append(request)
                 except ValueError as error:
-                    refused[name] = _refused(name, ids, error)
-            self._submit(self._in_queue_order(requests), None)
+                    refused[name] = refused_output(name, ids, error)
+            self._loop.submit(self._intake.in_queue_order(requests))
         return refused
 
     def check_arguments(self, **arguments: Any) -> None:
         """Raise what `add_request` would raise for these sampling arguments, whatever the prompt."""
-        self._make_params(arguments, 1, 0)
+        self._intake.params(arguments)
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; its one terminal output says CANCELLED. No effect if it is not live."""
@@ -332,105 +340,8 @@ class ContinuousBatchingManager:
             return True
         return False
 
-    def _make_request(
-        self,
-        input_ids: Sequence[int] | torch.Tensor,
-        output_ids: Sequence[int],
-        arguments: dict[str, Any],
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-    ) -> Request:
-        """A checked request. Raises as `add_request`."""
-        prompt = _token_ids(input_ids, "input_ids", self.settings.vocab_size)
-        output = _token_ids(output_ids, "output_ids", self.settings.vocab_size)
-        if not prompt:
-            raise ValueError("the prompt is empty: give at least one token id, for example the model's bos_token_id")
-        known = len(prompt) + len(output)
-        room = self.settings.context_length - known
-        if room < 1:
-            raise ValueError(
-                f"the request has {known} tokens and the model's context holds {self.settings.context_length}, one of "
-                f"them to be generated: shorten it by {1 - room}"
-            )
-        capacity = self.settings.num_blocks * self.settings.page_size
-        if known > capacity:
-            raise ValueError(
-                f"the request has {known} tokens and the whole KV cache holds {capacity} ({self.settings.num_blocks} "
-                f"blocks of {self.settings.page_size}): shorten it by {known - capacity}, or raise num_blocks"
-            )
-        arrival = next(self._arrivals)
-        params = self._make_params(arguments, len(prompt), arrival)
-        if len(output) >= params.max_new_tokens:
-            raise ValueError(
-                f"output_ids has {len(output)} tokens already and max_new_tokens is {params.max_new_tokens}"
-            )
-        return Request(
-            request_id=self._name() if request_id is None else request_id,
-            token_ids=prompt + output,
-            num_prompt_tokens=len(prompt),
-            params=params,
-            arrival=arrival,
-            salt=(cache_salt or "").encode(),
-        )
-
-    def _make_params(self, arguments: dict[str, Any], num_prompt_tokens: int, arrival: int) -> SamplingParams:
-        return make_params(
-            self.generation_config,
-            per_request=arguments,
-            per_request_processors=self.settings.per_request_processors,
-            num_prompt_tokens=num_prompt_tokens,
-            context_room=self.settings.context_length - num_prompt_tokens,
-            vocab_size=self.settings.vocab_size,
-            default_seed=derive_seed(self.settings.seed, arrival),
-            logprobs=self.settings.return_logprobs,
-        )
-
-    def _submit(self, requests: list[Request], handler: ResultHandler | None) -> None:
-        self._loop.submit(requests, handler)
-
-    def _in_queue_order(self, requests: list[Request]) -> list[Request]:
-        """The requests in the order they should run in, `arrival` renumbered to it."""
-        if not self.settings.sharing:
-            return requests
-        arrivals = [request.arrival for request in requests]
-        ordered = sorted(requests, key=lambda request: request.token_ids)
-        for request, arrival in zip(ordered, arrivals, strict=True):
-            request.arrival = arrival
-        return ordered
-
     def _name(self) -> str:
         return next(name for number in self._names if not self._delivery.knows(name := f"req_{number}"))
-
-
-def _token_ids(ids: Sequence[int] | torch.Tensor, name: str, vocab_size: int) -> list[int]:
-    """Token ids as a new list. Raises ValueError for anything but integers below `vocab_size`."""
-    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    for position, value in enumerate(values):
-        if type(value) is not int:
-            try:
-                values[position] = value = None if isinstance(value, bool) else operator.index(value)
-            except TypeError:
-                value = None
-        if value is None:
-            raise ValueError(f"{name}[{position}] is not a token id: expected a flat sequence of integers")
-        if not 0 <= value < vocab_size:
-            raise ValueError(f"{name}[{position}] is {value}; the model's token ids go from 0 to {vocab_size - 1}")
-    return values
-
-
-def _refused(request_id: str, input_ids: Sequence[int] | torch.Tensor, error: Exception) -> GenerationOutput:
-    prompt = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-    return GenerationOutput(
-        Request(
-            request_id,
-            prompt,
-            len(prompt),
-            SamplingParams(max_new_tokens=1),
-            status=RequestStatus.FAILED,
-            finish_reason=FinishReason.ERROR,
-            error=f"{type(error).__name__}: {error}",
-        )
-    )
 
 
 def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:

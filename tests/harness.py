@@ -91,8 +91,12 @@ class Stepper:
         self, prompt: Sequence[int], max_new_tokens: int, request_id: str | None = None, **arguments: Any
     ) -> Request:
         streaming = arguments.pop("streaming", False)
-        request = self.manager._make_request(prompt, (), {"max_new_tokens": max_new_tokens, **arguments}, request_id)
-        request.streaming = streaming
+        request = self.manager._intake.request(
+            request_id or self.manager._name(),
+            prompt,
+            {"max_new_tokens": max_new_tokens, **arguments},
+            streaming=streaming,
+        )
         self.core.add(request)
         return request
 

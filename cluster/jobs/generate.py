@@ -1,9 +1,10 @@
 """Generates a few answers from inside the cluster and prints them, one JSON object a line.
 
-    RAY_ADDRESS=http://127.0.0.1:8265 ray job submit -- python cluster/jobs/generate.py
+    RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 -- python cluster/jobs/generate.py
 
-Text goes through the Router; with --ids, token ids go straight to the engine replicas. It runs wherever Ray puts
-it: rayapp must be importable there (installed, or by `--working-dir .`).
+A cluster that `serve run` has started asks for the token that it left in ~/.ray, hence RAY_AUTH_MODE. Text goes
+through the Router; with --ids, token ids go straight to the engine replicas. The job runs wherever Ray puts it:
+rayapp must be importable there (installed, or by `--working-dir .`).
 """
 
 from __future__ import annotations

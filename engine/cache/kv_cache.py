@@ -178,11 +178,8 @@ class KVCache:
         self._entries.pop(request.request_id, None)
 
     def reset(self) -> None:
-        """Forgets every prefix. Running requests keep their blocks."""
+        """Forgets every prefix. Running requests keep their blocks, and those that they fill later can be hit."""
         self._pool.drop_all_hashes()
-        for entry in self._entries.values():
-            entry.hashes.clear()
-            entry.own_start, entry.own_end, entry.refused = None, 0, None
 
     def check_integrity(self, live: Iterable[Request]) -> None:
         """Raises RuntimeError naming what is broken. O(blocks); for tests and idle moments.

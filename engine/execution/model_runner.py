@@ -15,7 +15,8 @@ from engine.execution.input_batch import make_input_batch
 from engine.execution.kv_tensors import allocate
 from engine.model.attention import CONTEXT_ARGUMENT, StepContext
 from engine.model.shadow import model_facts
-from engine.ops.interface import Ops, make_ops
+from engine.ops import make_ops
+from engine.ops.interface import Ops
 from engine.outputs import StepOutput
 from engine.request import Request
 from engine.sampling.params import SamplingParams

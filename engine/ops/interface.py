@@ -7,13 +7,10 @@ that plan. Knows nothing of requests or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from engine.execution.kv_tensors import KVTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +72,3 @@ class Ops(Protocol):
             [tokens, heads, head_dim]. What blocks hold beyond a row's context never reaches it, not even NaN.
         """
         ...
-
-
-def make_ops(kv: KVTensors) -> Ops:
-    """The ops for the device on which the cache lies."""
-    from engine.ops.torch_ops import TorchOps
-
-    return TorchOps(kv)

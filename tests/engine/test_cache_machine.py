@@ -173,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 def test_the_pages_notice_a_foreign_block() -> None:

@@ -333,6 +333,12 @@ def test_reset_forgets_prefixes_and_keeps_running_requests(new: Requests) -> Non
     assert cache.num_cached_blocks == 0
     assert hits(cache, range(9)) == hits(cache, range(100, 109)) == 0
     assert cache.num_used_blocks == 2
+    request.token_ids += range(8, 12)
+    assert cache.grow(request)
+    compute(cache, request)
+    assert cache.num_cached_blocks == 1
+    cache.unhash_own(request)
+    assert cache.num_cached_blocks == 0
     cache.free(request)
     cache.check_integrity([])
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.execution.kv_tensors import KVTensors, allocate
-from engine.ops.interface import PackedRows, make_ops
+from engine.ops import make_ops
+from engine.ops.interface import PackedRows
 from engine.ops.torch_ops import TorchOps
 
 NUM_BLOCKS = 400

@@ -9,8 +9,9 @@ import pytest
 from engine.cache.kv_cache import KVCache
 from engine.request import FinishReason, Request, RequestStatus
 from engine.scheduling.batch import ScheduledBatch
+from engine.scheduling.policies import fifo
 from engine.scheduling.scheduler import Scheduler
-from tests.engine.scripted import Engine, next_token, reference
+from tests.engine.scripted import Engine, Requests, next_token, reference
 
 
 def rows(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
@@ -76,6 +77,14 @@ def test_a_request_whose_token_is_not_sampled_yet_is_skipped() -> None:
     assert not engine.scheduler.schedule()
     engine.complete(batch)
     assert rows(engine.step()) == {request.request_id: (5, 1)}
+
+
+def test_fifo_serves_decoding_ones_first_and_leaves_out_those_without_a_known_token() -> None:
+    new = Requests()
+    requests = [new(prompt(8)) for _ in range(5)]
+    for request, computed in zip(requests, (3, 7, 8, 0, 7), strict=True):
+        request.computed = computed
+    assert fifo(requests) == [requests[1], requests[4], requests[0], requests[3]]
 
 
 def test_priority_goes_before_arrival() -> None:
@@ -425,6 +434,20 @@ def test_a_failed_step_reruns_each_request_alone() -> None:
     assert late.output_ids == []
     engine.drain()
     assert_undisturbed(*running, waiting, late)
+
+
+def test_suspects_run_in_order_of_priority() -> None:
+    engine = Engine(40, 4)
+    first = engine.add(prompt(6, 1), 6)
+    engine.step()
+    urgent = engine.add(prompt(6, 2), 6, priority=-1)
+    batch = engine.scheduler.schedule()
+    assert batch.requests == [first, urgent]
+    engine.crash(batch)
+    assert engine.step().requests == [urgent]
+    assert engine.step().requests == [first]
+    engine.drain()
+    assert_undisturbed(first, urgent)
 
 
 def test_what_fails_alone_fails_and_the_others_go_on() -> None:
