@@ -37,38 +37,43 @@ def init_continuous_batching(
     return ContinuousBatchingManager(model, generation_config, _own_config(continuous_batching_config), workload_hints)
 
 
-@contextmanager
-def continuous_batching_context_manager(
-    model: PreTrainedModel,
-    generation_config: GenerationConfig | None = None,
-    block: bool = True,
-    timeout: float | None = None,
-    continuous_batching_config: ContinuousBatchingConfig | None = None,
-    persistent_manager: bool = False,
-    warmup: bool = True,
-    workload_hints: WorkloadHints | None = None,
-) -> Iterator[ContinuousBatchingManager]:
+class continuous_batching_context_manager:
     """A running manager for the length of a `with` block; stopped, then destroyed at its end.
 
     Args:
+        model, generation_config, continuous_batching_config, workload_hints: as in `init_continuous_batching`.
         block, timeout: how the stop at the end waits, as in `ContinuousBatchingManager.stop`.
         warmup: run the model once before the first request.
 
     An exception in the block stops hard: requests that are still pending fail.
     """
-    _refuse_persistent(persistent_manager)
-    manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
-    if warmup:
-        manager.warmup()
-    manager.start()
-    failed = True
-    try:
-        yield manager
-        failed = False
-    finally:
-        manager.stop(block=block, timeout=timeout, hard_stop=failed)
-        if block:
-            manager.destroy()
+
+    # No generator: dropping the context of a session that is still in use must not end that session.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        workload_hints: WorkloadHints | None = None,
+    ) -> None:
+        _refuse_persistent(persistent_manager)
+        self._manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+        self._block, self._timeout, self._warmup = block, timeout, warmup
+
+    def __enter__(self) -> ContinuousBatchingManager:
+        if self._warmup:
+            self._manager.warmup()
+        self._manager.start()
+        return self._manager
+
+    def __exit__(self, error_type: type[BaseException] | None, *rest: object) -> None:
+        self._manager.stop(block=self._block, timeout=self._timeout, hard_stop=error_type is not None)
+        if self._block:
+            self._manager.destroy()
 
 
 def generate_batch(
@@ -128,24 +133,29 @@ def install() -> None:
     and `model.continuous_batching_context_manager(...)` of every transformers model, with either config class."""
     from transformers import GenerationMixin
 
-    for function in _METHODS:
-        setattr(GenerationMixin, function.__name__, function)
+    for name, function in _METHODS.items():
+        setattr(GenerationMixin, name, function)
 
 
 def uninstall() -> None:
     """Undo `install`. No effect when it was not called."""
     from transformers import GenerationMixin
 
-    for function in _METHODS:
-        if GenerationMixin.__dict__.get(function.__name__) is function:
-            delattr(GenerationMixin, function.__name__)
+    for name, function in _METHODS.items():
+        if GenerationMixin.__dict__.get(name) is function:
+            delattr(GenerationMixin, name)
 
 
-_METHODS: tuple[Callable[..., Any], ...] = (
-    generate_batch,
-    init_continuous_batching,
-    continuous_batching_context_manager,
-)
+def _open_context(model: PreTrainedModel, *args: Any, **kwargs: Any) -> continuous_batching_context_manager:
+    """`continuous_batching_context_manager` as a method: a class would not be bound to the model."""
+    return continuous_batching_context_manager(model, *args, **kwargs)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "generate_batch": generate_batch,
+    "init_continuous_batching": init_continuous_batching,
+    "continuous_batching_context_manager": _open_context,
+}
 
 
 def _own_config(config: object) -> ContinuousBatchingConfig | None:

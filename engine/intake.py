@@ -116,8 +116,8 @@ class Intake:
         if known > settings.cache_tokens:
             raise ValueError(
                 f"the request has {known} tokens and the whole KV cache holds {settings.cache_tokens} "
-                f"({settings.num_blocks} blocks of {settings.page_size}): shorten it by {known - settings.cache_tokens}, "
-                "or raise num_blocks"
+                f"({settings.num_blocks} blocks of {settings.page_size}): shorten it by "
+                f"{known - settings.cache_tokens}, or raise num_blocks"
             )
 
 

@@ -18,6 +18,7 @@ from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.core import EngineCore
 from engine.delivery import Delivery, ResultHandler
+from engine.execution.threads import release_openmp_threads
 from engine.intake import Intake, refused_output
 from engine.loop import EngineLoop, describe_error
 from engine.outputs import GenerationOutput
@@ -87,6 +88,8 @@ class ContinuousBatchingManager:
                 self._loop = EngineLoop(self._delivery)
             # A manager that is dropped, or alive at the interpreter's exit, takes its thread with it.
             weakref.finalize(self, _abandon, self._loop)
+            if self.settings.device_type == "cpu":
+                release_openmp_threads()
             self._loop.start(core)
 
     def warmup(self) -> None:
