@@ -33,6 +33,9 @@ class Runner(Protocol):
     def warmup(self) -> None:
         """Run the model once, so that the first step meets no set-up cost."""
 
+    def refresh_weights(self) -> None:
+        """Make what was written into the weights since the last call count; no step runs meanwhile."""
+
 
 class EngineUnhealthy(RuntimeError):
     """The model fails even on a token of the engine's own; no request is to blame."""

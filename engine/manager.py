@@ -84,6 +84,7 @@ class ContinuousBatchingManager:
                 return
             core = self._build()
             core.scheduler.cache.reset()  # the weights may have changed since the last session
+            core.runner.refresh_weights()
             if self._loop.was_started:
                 self._loop = EngineLoop(self._delivery)
             # A manager that is dropped, or alive at the interpreter's exit, takes its thread with it.
@@ -349,10 +350,11 @@ class ContinuousBatchingManager:
 
 def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
     from engine.execution.model_runner import ModelRunner
+    from engine.model.packed import pack_linears
     from engine.model.shadow import make_shadow
     from engine.sampling.sampler import Sampler
 
-    return ModelRunner(make_shadow(model), settings, Sampler(settings.vocab_size))
+    return ModelRunner(pack_linears(make_shadow(model)), settings, Sampler(settings.vocab_size))
 
 
 def _abandon(loop: EngineLoop) -> None:

@@ -86,7 +86,7 @@ def served(smol_path: Path, tiny_http_path: Path, tmp_path_factory: pytest.TempP
     sources = {"smol": smol_path, "tiny": tiny_http_path}
     for name, walk in chains.items():
         sources[name] = save(build_chain(walk, eos_token_id=2), folder / name, smol_path)
-    with ServeRun(folder, {"models": [model_args(name, source) for name, source in sources.items()]}) as run:
+    with ServeRun(folder, [model_args(name, source) for name, source in sources.items()]) as run:
         yield run
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from engine import (
 from engine.core import EngineCore
 from engine.request import Request
 from tests.conftest import wait_limit
+from tests.serving import wait_until
 
 NO_EOS = GenerationConfig(do_sample=False, eos_token_id=-1)
 
@@ -56,13 +56,6 @@ def check_whole(core: EngineCore) -> None:
 def wait_idle(manager: ContinuousBatchingManager, seconds: float = 10) -> None:
     wait_until(lambda: not manager._loop._live and not manager._loop._inbox, seconds)
     wait_until(lambda: not core_of(manager).has_work or not manager.is_running(), seconds)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + wait_limit(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.002)
 
 
 def collect(manager: ContinuousBatchingManager, ids: Sequence[str], seconds: float = 30) -> list[GenerationOutput]:

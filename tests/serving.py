@@ -1,23 +1,30 @@
-"""A real `serve run` as a child process: on a free loopback port, started and ended by its own process id."""
+"""A real `serve run` as a child process, and small models to serve.
+
+Each server has a port and a Ray folder of its own, and is started and ended by its own process ids.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 
 from tests.conftest import wait_limit
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVE = Path(sys.executable).with_name("serve")
+BIN = Path(sys.executable).parent
 
 
 def free_port() -> int:
@@ -26,86 +33,108 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def wait_until(condition: Callable[[], Any], seconds: float = 30, every: float = 0.05) -> Any:
+    """The first true value of `condition`; an AssertionError when it has not come in time."""
+    deadline = time.monotonic() + wait_limit(seconds)
+    while True:
+        if value := condition():
+            return value
+        assert time.monotonic() < deadline, f"did not come true within {seconds} s: {condition}"
+        time.sleep(every)
+
+
 def model_args(name: str, source: Path, **fields: Any) -> dict[str, Any]:
-    """One entry of `models:` that shares two cores with others and computes in float32."""
-    engine = {"page_size": 16, "num_blocks": 1024, "max_batch_tokens": 256}
-    args = {"name": name, "source": str(source), "device": "cpu", "dtype": "float32", "num_cpus": 0.2}
-    return args | {"engine": engine} | fields
+    """One entry of `models:` that computes in float32 and leaves CPUs to its neighbours."""
+    return {
+        "name": name,
+        "source": str(source),
+        "device": "cpu",
+        "dtype": "float32",
+        "num_cpus": 0.2,
+        "graceful_shutdown_timeout_s": 5,
+        "engine": {"page_size": 16, "num_blocks": 1024, "max_batch_tokens": 256},
+    } | fields
 
 
 class ServeRun:
-    """`serve run` of one application; a context manager that waits until it is healthy.
+    """`serve run` of the shipped configuration with other models; a context manager that waits until all can serve.
 
-    Args:
-        folder: where the configuration and the log go.
-        args: what `rayapp.app:build` takes.
+    Attributes:
+        process: of the command.
+        url: of the server, without a path.
+        timeout: seconds after which a request hangs.
+        folder: Ray's temporary folder of this server alone; every process of it has it in its command line.
+        log: what the terminal would show.
+        env: for other processes that are to talk to it.
     """
 
-    def __init__(self, folder: Path, args: dict[str, Any], name: str = "convoy") -> None:
+    def __init__(self, folder: Path, models: list[dict[str, Any]]) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.timeout = wait_limit(120)
         self.log = folder / "serve.log"
-        self.app_name = name
+        self.folder = Path(tempfile.mkdtemp(prefix="cv-"))  # short: Ray puts sockets below it
+        self._replicas = {model["name"]: model.get("num_replicas", 1) for model in models}
+        config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+        config["http_options"]["port"] = self.port
+        config["applications"][0]["args"]["models"] = models
         self._config = folder / "serve_config.yaml"
-        application = {"name": name, "route_prefix": "/", "import_path": "rayapp.app:build", "args": args}
-        self._config.write_text(
-            yaml.safe_dump(
-                {
-                    "proxy_location": "HeadOnly",
-                    "http_options": {"host": "127.0.0.1", "port": self.port},
-                    "applications": [application],
-                }
-            )
-        )
+        self._config.write_text(yaml.safe_dump(config))
+        self.env = os.environ | {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": str(self.folder),
+            "PYTHONPATH": str(ROOT),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+        }
+        for name in ("RAY_ADDRESS", "OMP_NUM_THREADS"):
+            self.env.pop(name, None)
 
     def __enter__(self) -> ServeRun:
-        environment = os.environ | {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",
-            "PYTHONPATH": str(ROOT),
-        }
-        environment.pop("RAY_ADDRESS", None)
-        environment.pop("OMP_NUM_THREADS", None)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [SERVE, "run", "--address", "local", str(self._config)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=ROOT,
-                start_new_session=True,
-            )
+                [BIN / "serve", "run", "--address", "local", str(self._config)],
+                env=self.env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         try:
-            self._wait_until_healthy()
+            wait_until(self._can_serve, 240, every=0.5)
+            (raylet,) = (one for one in self.processes() if one.name() == "raylet")
+            prefix = "--gcs-address="
+            self.env["RAY_ADDRESS"] = next(
+                part.removeprefix(prefix) for part in raylet.cmdline() if part.startswith(prefix)
+            )
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ctrl-C, and whatever is left of the process group is killed."""
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(wait_limit(60))
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-
-    def _wait_until_healthy(self) -> None:
-        deadline = time.monotonic() + wait_limit(180)
-        while True:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"serve run ended with {self.process.returncode}:\n{self.tail()}")
+        """Ctrl-C; what is left after that is killed, so that nothing of the server outlives it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"serve run is not healthy:\n{self.tail()}")
-            time.sleep(0.3)
+                self.process.wait(wait_limit(30))
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for process in self.processes():
+            process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-6000:]
+    def processes(self) -> list[psutil.Process]:
+        """Those of its Ray that are alive."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline", "status"])
+            if process.info["status"] != psutil.STATUS_ZOMBIE
+            and str(self.folder) in " ".join(process.info["cmdline"] or [])
+        ]
+
+    def _can_serve(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text(errors="replace")[-6000:]
+        try:
+            health = httpx.get(f"{self.url}/health", timeout=5)
+            models = health.json()["models"]
+        except (httpx.HTTPError, ValueError):
+            return False
+        return health.status_code == 200 and self._replicas == {name: one["replicas"] for name, one in models.items()}

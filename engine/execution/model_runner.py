@@ -14,6 +14,7 @@ from torch import nn
 from engine.execution.input_batch import make_input_batch
 from engine.execution.kv_tensors import allocate
 from engine.model.attention import CONTEXT_ARGUMENT, StepContext
+from engine.model.packed import refresh_packed
 from engine.model.shadow import model_facts
 from engine.ops import make_ops
 from engine.ops.interface import Ops
@@ -127,6 +128,10 @@ class ModelRunner:
         """Runs a largest and a smallest step through the real path, so that no request pays for first-time set-up."""
         for tokens in {self._max_warmup_tokens, 1}:
             self._dry_run(tokens)
+
+    def refresh_weights(self) -> None:
+        """Makes what was written into the weights since the last call count. Only while no step runs."""
+        refresh_packed(self._model)
 
     @torch.inference_mode()
     def _dry_run(self, tokens: int) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 from engine.execution.kv_tensors import KVTensors
+from engine.ops.cpu.build import BuildError
+from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.interface import Ops
 from engine.ops.torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
 
 
 def make_ops(kv: KVTensors) -> Ops:
     """The ops for the device on which the cache lies."""
+    if kv.device.type == "cpu":
+        try:
+            return CpuOps(kv)
+        except (BuildError, NotImplementedError) as error:
+            logger.warning("attention runs in plain torch, which makes decoding on CPU much slower: %s", error)
     return TorchOps(kv)

@@ -20,8 +20,9 @@ from transformers import GenerationConfig, PreTrainedModel
 import engine
 from engine import ContinuousBatchingManager, GenerationOutput, RequestStatus
 from tests.conftest import wait_limit
-from tests.harness import NO_EOS, Stepper, collect, config, core_of, running, tokens, wait_idle, wait_until
+from tests.harness import NO_EOS, Stepper, collect, config, core_of, running, tokens, wait_idle
 from tests.models import build_tiny, ref
+from tests.serving import wait_until
 
 
 class Failing:

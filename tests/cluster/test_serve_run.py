@@ -4,58 +4,24 @@ by HTTP, by another process and by a submitted job, and ended by Ctrl-C."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
-import yaml
 
 from tests.conftest import wait_limit
-from tests.rayapp.conftest import free_port, tiny_model, wait_until
+from tests.serving import BIN, ROOT, ServeRun, model_args, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
 STOP_LIMIT_S = 20
 OPENING = "You are a patient assistant who answers in few words and never repeats the question. " * 12
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running `serve run`.
-
-    Attributes:
-        folder: Ray's temporary folder of this server alone; every process of it has it in its command line or cwd.
-        env: for other processes that are to talk to it.
-    """
-
-    process: subprocess.Popen[bytes]
-    url: str
-    folder: Path
-    log: Path
-    env: dict[str, str]
-
-    def processes(self) -> list[psutil.Process]:
-        """Those of Ray that belong to it and are alive."""
-        found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            if process.info["status"] != psutil.STATUS_ZOMBIE and str(self.folder) in " ".join(
-                process.info["cmdline"] or []
-            ):
-                found.append(process)
-        return found
 
 
 class OtherProcess:
@@ -71,7 +37,7 @@ for line in sys.stdin:
     print("answer", json.dumps(eval(line)), flush=True)
 """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServeRun) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", self.CODE],
             env=server.env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -99,67 +65,21 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_http_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two tiny replicas under the shipped configuration, on a port and in a folder of their own."""
-    folder = Path(tempfile.mkdtemp(prefix="cv-"))  # short: Ray puts sockets below it
-    config = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = port = free_port()
-    model = tiny_model(tiny_http_path, num_replicas=2, num_gpus=None, num_cpus=0.2, graceful_shutdown_timeout_s=5)
-    config["applications"][0]["args"]["models"] = [model]
-    path = tmp_path_factory.mktemp("serve") / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    env = os.environ | {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TMPDIR": str(folder),
-        "PYTHONPATH": str(ROOT),
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-    }
-    env.pop("RAY_ADDRESS", None)
-    log = path.with_name("log")
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [str(BIN / "serve"), "run", str(path), "--address", "local"],
-            env=env, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    server = Server(process, f"http://127.0.0.1:{port}", folder, log, env)
-    try:
-        wait_until(lambda: _healthy(server), 180, every=0.5)
-        (raylet,) = (one for one in server.processes() if one.name() == "raylet")
-        address = next(part.split("=")[1] for part in raylet.cmdline() if part.startswith("--gcs-address="))
-        env["RAY_ADDRESS"] = address
-        yield server
-    finally:
-        _end(server)
-        shutil.rmtree(folder, ignore_errors=True)
+def server(tiny_http_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
+    """Two tiny replicas."""
+    tiny = model_args("tiny", tiny_http_path, num_replicas=2, num_threads=1)
+    with ServeRun(tmp_path_factory.mktemp("serve"), [tiny]) as run:
+        yield run
 
 
 @pytest.fixture(scope="module")
-def other(server: Server) -> Iterator[OtherProcess]:
+def other(server: ServeRun) -> Iterator[OtherProcess]:
     process = OtherProcess(server)
     yield process
     process.close()
 
 
-def _healthy(server: Server) -> bool:
-    assert server.process.poll() is None, server.log.read_text()
-    try:
-        health = httpx.get(f"{server.url}/health", timeout=5)
-        return health.status_code == 200 and health.json()["models"]["tiny"]["replicas"] == 2
-    except (httpx.HTTPError, ValueError):
-        return False
-
-
-def _end(server: Server) -> None:
-    """For a test that failed half-way: nothing of the server may outlive it."""
-    if server.process.poll() is None:
-        server.process.kill()
-        server.process.wait()
-    for process in server.processes():
-        process.kill()
-
-
-def test_the_terminal_shows_what_runs_and_where(server: Server) -> None:
+def test_the_terminal_shows_what_runs_and_where(server: ServeRun) -> None:
     wait_until(lambda: "Convoy is ready" in server.log.read_text(), 10)
     log = server.log.read_text()
     assert f"{server.url}/v1 serves tiny" in log
@@ -169,7 +89,7 @@ def test_the_terminal_shows_what_runs_and_where(server: Server) -> None:
     assert "engine.num_blocks=1024" in log
 
 
-def test_openai_client_checks_every_answer_strictly(server: Server) -> None:
+def test_openai_client_checks_every_answer_strictly(server: ServeRun) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", _strict_response_validation=True) as client:
         assert [model.id for model in client.models.list()] == ["tiny"]
@@ -184,7 +104,7 @@ def test_openai_client_checks_every_answer_strictly(server: Server) -> None:
         assert [choice.index for choice in many.choices] == list(range(6))
 
 
-def test_O40_turns_reach_one_replica_from_http_another_process_and_a_job(server: Server, other: OtherProcess) -> None:
+def test_O40_turns_reach_one_replica_from_http_another_process_and_a_job(server: ServeRun, other: OtherProcess) -> None:
     """Two conversations at home on different replicas: turn 1 by HTTP, turn 2 by a process, turn 3 by a job."""
     homes: dict[str, str] = {}
     number = 0
@@ -215,7 +135,7 @@ def test_O40_turns_reach_one_replica_from_http_another_process_and_a_job(server:
     assert min(cached) >= 128
 
 
-def _complete(server: Server, other: OtherProcess, prompt: str | list[int]) -> tuple[str, str]:
+def _complete(server: ServeRun, other: OtherProcess, prompt: str | list[int]) -> tuple[str, str]:
     """The replica that served a completion over HTTP, and its text."""
     before = other.served()
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
@@ -228,7 +148,7 @@ def _used(before: dict[str, int], after: dict[str, int]) -> str:
     return replica
 
 
-def _submit(server: Server, arguments: list[str]) -> list[dict[str, Any]]:
+def _submit(server: ServeRun, arguments: list[str]) -> list[dict[str, Any]]:
     """What cluster/jobs/generate.py printed as a job."""
     dashboard = re.search(r"http://127\.0\.0\.1:\d+(?=\s|\x1b)", server.log.read_text())
     assert dashboard is not None
@@ -239,7 +159,7 @@ def _submit(server: Server, arguments: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_zz_ctrl_c_ends_everything_within_seconds(server: Server) -> None:
+def test_zz_ctrl_c_ends_everything_within_seconds(server: ServeRun) -> None:
     """Also while an answer is being streamed. The last test of this file: it ends the server."""
     body = {"model": "tiny", "prompt": OPENING, "max_tokens": 3900, "stream": True}
     with (

@@ -1,26 +1,39 @@
-"""The torch ops against a plain float64 computation, on caches whose unused memory is NaN."""
+"""The ops of torch and of CPU against a plain float64 computation, on caches whose unused memory is NaN."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from engine.execution.kv_tensors import KVTensors, allocate
-from engine.ops import make_ops
-from engine.ops.interface import PackedRows
+from engine.ops.cpu.cpu_ops import CpuOps
+from engine.ops.interface import Ops, PackedRows
 from engine.ops.torch_ops import TorchOps
 
 NUM_BLOCKS = 400
+MakeOps = Callable[[KVTensors], Ops]
+
+
+@pytest.fixture(params=[TorchOps, CpuOps])
+def make_ops(request: pytest.FixtureRequest) -> MakeOps:
+    return request.param
 
 
 class Sequences:
     """Sequences that grow in one cache, every one with its own random K/V, and what attention must give for them."""
 
     def __init__(
-        self, page: int, heads: int = 4, kv_heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32
+        self,
+        make_ops: MakeOps,
+        page: int,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 16,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.heads, self.kv_heads, self.dim, self.page, self.dtype = heads, kv_heads, dim, page, dtype
         self.kv: KVTensors = allocate(1, NUM_BLOCKS, kv_heads, page, dim, dtype)
@@ -116,37 +129,41 @@ def assert_close(errors: dict[int, float], limit: float = 2e-6) -> None:
 
 
 @pytest.mark.parametrize("page", [4, 16, 64, 256])
-def test_ragged_decode_and_chunks_in_one_step(page: int) -> None:
-    sequences = Sequences(page)
+def test_ragged_decode_and_chunks_in_one_step(make_ops: MakeOps, page: int) -> None:
+    sequences = Sequences(make_ops, page)
     sequences.add(1, 3, 4, 5, 15, 16, 17, 63, 64, 65, 130, 0, 0, 31, 100)
     for _ in range(3):
         decodes = [(sequence, 1) for sequence in range(11)]
         assert_close(sequences.step([*decodes, (11, 20), (12, 16), (13, 7), (14, 33)]))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (9, 3), (8, 1), (9, 1)])
-@pytest.mark.parametrize("dim", [8, 24, 64, 80, 128])
-def test_heads_and_head_sizes(heads: int, kv_heads: int, dim: int) -> None:
-    sequences = Sequences(16, heads, kv_heads, dim)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (6, 2), (9, 3), (5, 1), (6, 1), (7, 1), (8, 1), (9, 1)]
+)
+@pytest.mark.parametrize("dim", [8, 24, 33, 64, 80, 96, 128, 256])
+def test_heads_and_head_sizes(make_ops: MakeOps, heads: int, kv_heads: int, dim: int) -> None:
+    sequences = Sequences(make_ops, 16, heads, kv_heads, dim)
     sequences.add(40, 7, 0, 20)
-    assert_close(sequences.step([(0, 1), (1, 1), (2, 19), (3, 18)]))
+    assert_close(sequences.step([(0, 1), (1, 1), (2, 19), (3, 18)]), 4e-6)
 
 
 @pytest.mark.parametrize("scaling", [0.01, 1.0])
-def test_scaling(scaling: float) -> None:
-    sequences = Sequences(16)
+def test_scaling(make_ops: MakeOps, scaling: float) -> None:
+    sequences = Sequences(make_ops, 16)
     sequences.add(40, 0, 20)
     assert_close(sequences.step([(0, 1), (1, 19), (2, 18)], scaling), 1e-5)
 
 
-def test_bfloat16() -> None:
-    sequences = Sequences(16, dtype=torch.bfloat16)
-    sequences.add(40, 7, 0, 20)
-    assert_close(sequences.step([(0, 1), (1, 1), (2, 19), (3, 18)]), 2e-2)
+@pytest.mark.parametrize("page", [4, 16, 256])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (9, 3, 64), (9, 1, 80), (5, 1, 256)])
+def test_bfloat16(make_ops: MakeOps, page: int, heads: int, kv_heads: int, dim: int) -> None:
+    sequences = Sequences(make_ops, page, heads, kv_heads, dim, torch.bfloat16)
+    sequences.add(40, 7, 0, 20, 15, 16, 17)
+    assert_close(sequences.step([(0, 1), (1, 1), (2, 19), (3, 18), (4, 1), (5, 1), (6, 1)]), 2e-2)
 
 
-def test_long_contexts_in_many_query_chunks() -> None:
-    sequences = Sequences(64)
+def test_long_contexts_in_many_query_chunks(make_ops: MakeOps) -> None:
+    sequences = Sequences(make_ops, 64)
     sequences.add(1100, 20)
     assert_close(sequences.step([(0, 300), (1, 1)]))
     assert_close(sequences.step([(0, 700), (1, 600)]))
@@ -154,16 +171,16 @@ def test_long_contexts_in_many_query_chunks() -> None:
 
 
 @pytest.mark.parametrize("page", [4, 16])
-def test_O18_block_borders(page: int) -> None:
+def test_O18_block_borders(make_ops: MakeOps, page: int) -> None:
     for length in range(1, 3 * page + 2):
-        sequences = Sequences(page)
+        sequences = Sequences(make_ops, page)
         sequences.add(length)
         for count in (1, 1, page - 1, page, page + 1, 1):
             assert_close(sequences.step([(0, count)]))
 
 
-def test_rows_of_one_step_share_a_block_that_one_of_them_writes() -> None:
-    sequences = Sequences(16)
+def test_rows_of_one_step_share_a_block_that_one_of_them_writes(make_ops: MakeOps) -> None:
+    sequences = Sequences(make_ops, 16)
     sequences.add(0, 0)
     key, value = sequences.random_kv(35)
     # Sequence 1 finds the first block of sequence 0 in the cache in the very step that writes it.
@@ -172,9 +189,9 @@ def test_rows_of_one_step_share_a_block_that_one_of_them_writes() -> None:
     assert_close(sequences.step([(0, 30), (1, 5)], kv=(key, value)))
 
 
-def test_reused_blocks_carry_nothing_over() -> None:
+def test_reused_blocks_carry_nothing_over(make_ops: MakeOps) -> None:
     """A sequence of NaN hurts itself alone, and nobody who gets its blocks later."""
-    sequences = Sequences(16)
+    sequences = Sequences(make_ops, 16)
     sequences.add(30, 5, 0)
     key, value = sequences.random_kv(44)
     key[:, 4:], value[:, 4:] = float("nan"), float("nan")
@@ -190,15 +207,15 @@ def test_reused_blocks_carry_nothing_over() -> None:
         assert_close(sequences.step([(0, 1), (1, 1), (3, 1), (4, 1)]))
 
 
-def test_null_block_stays_zero() -> None:
-    sequences = Sequences(4)
+def test_null_block_stays_zero(make_ops: MakeOps) -> None:
+    sequences = Sequences(make_ops, 4)
     sequences.add(*range(30))
     sequences.step([(sequence, 1 + sequence % 3) for sequence in range(30)])
     assert not sequences.kv.keys[0][0].any() and not sequences.kv.values[0][0].any()
 
 
-def test_without_a_cache_nothing_is_read_or_written() -> None:
-    sequences = Sequences(16)
+def test_without_a_cache_nothing_is_read_or_written(make_ops: MakeOps) -> None:
+    sequences = Sequences(make_ops, 16)
     before = sequences.kv.keys[0].clone()
     query, key, value = (sequences.random(heads, 9) for heads in (4, 2, 2))
     rows = PackedRows(np.array([0, 0]), np.array([1, 8]), np.array([0, 1]), None, 0)
@@ -216,8 +233,7 @@ def test_buckets_take_every_row_once_and_pad_little(seed: int) -> None:
     """What is gathered stays within a quarter of what is read plus a fixed slack a bucket, in small pieces."""
     generator = np.random.default_rng(seed)
     kv = allocate(1, 40000, 3, 16, 64, torch.bfloat16)
-    ops = make_ops(kv)
-    assert isinstance(ops, TorchOps)
+    ops = TorchOps(kv)
     ends = np.sort(generator.integers(1, 4000, 150))[::-1]
     tables = [list(range(1, 1 + -(-int(end) // 16))) for end in ends]
     plan = ops.plan(PackedRows(ends - 1, np.ones(150, np.int64), np.arange(150), tables, 150))

@@ -84,7 +84,7 @@ MODELS: dict[str, PreTrainedModel] = {
 
 @pytest.mark.parametrize("num_blocks", [400, 40])
 def test_smollm2_mixed_requests(smol: PreTrainedModel, num_blocks: int) -> None:
-    requests = mixed(2, 10, 49152, 500, 64)
+    requests = mixed(2, 7, 49152, 500, 64)
     outputs: dict[str, GenerationOutput] = {}
     stepper = Stepper(smol, page_size=16, num_blocks=num_blocks, max_batch_tokens=256, safety_margin=0.0)
     added = [stepper.add(prompt, n) for prompt, n in requests]

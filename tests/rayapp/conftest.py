@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +11,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_limit
+from tests.serving import free_port, model_args
 
 # For this process and for the clients that tests start: Ray would else write a token into the home directory, and
 # whether commands need it would depend on what ran before.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 30, every: float = 0.05) -> Any:
-    """The first true value of `condition`; an AssertionError when it has not come in time."""
-    deadline = time.monotonic() + wait_limit(seconds)
-    while True:
-        if value := condition():
-            return value
-        assert time.monotonic() < deadline, f"did not come true within {seconds} s: {condition}"
-        time.sleep(every)
 
 
 @dataclass(frozen=True)
@@ -126,19 +108,9 @@ def deploy(serve_session: ServeSession) -> Callable[..., App]:
 
 
 def tiny_model(source: Path, **fields: Any) -> dict[str, Any]:
-    """Settings of a small fast model: each replica reserves one of the GPUs, the engine runs on CPU."""
-    return {
-        "name": "tiny",
-        "source": str(source),
-        "device": "cpu",
-        "num_gpus": 1,
-        "dtype": "float32",
-        "num_cpus": 0.5,
-        "num_threads": 1,
-        "health_check_period_s": 1,
-        "graceful_shutdown_timeout_s": 2,
-        "engine": {"page_size": 16, "num_blocks": 1024},
-    } | fields
+    """A small fast model whose replicas reserve one of the GPUs each while the engine runs on CPU."""
+    small = {"num_gpus": 1, "num_cpus": 0.5, "num_threads": 1, "health_check_period_s": 1}
+    return model_args("tiny", source, **(small | {"graceful_shutdown_timeout_s": 2} | fields))
 
 
 @pytest.fixture(scope="session")

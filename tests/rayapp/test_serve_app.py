@@ -26,7 +26,8 @@ from rayapp.client import Client
 from rayapp.failures import EngineUnavailable, InvalidRequest
 from tests.conftest import wait_limit
 from tests.models import ref
-from tests.rayapp.conftest import App, tiny_model, wait_until
+from tests.rayapp.conftest import App, tiny_model
+from tests.serving import wait_until
 
 OPENING = "The quick brown fox jumps over the lazy dog. " * 20
 
