@@ -28,6 +28,7 @@ step = @echo "==> $(1)"; start=$$(date +%s); $(2) && echo "    done in $$(($$(da
 install: $(DONE)/app $(DONE)/bundled-model
 
 serve: install model
+	@$(BIN)/python -m rayapp.check $(CONFIG)
 	@exec $(BIN)/serve run $(CONFIG)
 
 test: $(DONE)/test install model

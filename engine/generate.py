@@ -90,7 +90,7 @@ def generate_batch(
     """Generate for a batch of prompts and return when all are done.
 
     Args:
-        inputs: prompts as token ids.
+        inputs: prompts as token ids: a list of lists or of 1-D tensors, or a 2-D tensor without padding.
         progress_bar: show finished requests on stderr.
         **kwargs: arguments of `ContinuousBatchingManager.add_request` that hold for every prompt, such as
             max_new_tokens or eos_token_id.
@@ -100,10 +100,11 @@ def generate_batch(
         has a FAILED output that says why; the others are not affected.
 
     Raises:
-        TypeError: an unknown argument.
+        TypeError: an unknown argument, or `inputs` is not a collection of prompts.
         ValueError: an argument that would fail for every prompt.
     """
     _refuse_persistent(persistent_manager)
+    inputs = _prompts(inputs)
     hints = WorkloadHints(
         max_prompt_length=max((len(ids) for ids in inputs), default=0),
         num_requests=len(inputs),
@@ -114,6 +115,8 @@ def generate_batch(
         return {}
     refused = manager.add_valid_requests(inputs, record_timestamps=record_timestamps, **kwargs)
     outputs = {request_id: output for request_id, output in refused.items() if output is not None}
+    if len(outputs) == len(inputs):
+        return outputs
     try:
         if warmup:
             manager.warmup()
@@ -126,6 +129,18 @@ def generate_batch(
         manager.stop(hard_stop=True)  # nothing is pending here unless an exception came through
         manager.destroy()
     return {request_id: outputs[request_id] for request_id in refused}
+
+
+def _prompts(inputs: Any) -> list[Any]:
+    """`inputs` as a list of prompts, each of which has a length. Raises TypeError for anything else."""
+    try:
+        prompts = list(inputs)
+        if all(hasattr(prompt, "__len__") and getattr(prompt, "ndim", 1) > 0 for prompt in prompts):
+            return prompts
+        found = "a single flat prompt: put it in a list" if prompts else ""
+    except TypeError:
+        found = repr(inputs)[:40]
+    raise TypeError(f"inputs must be a collection of prompts, each a sequence of token ids; got {found}")
 
 
 def install() -> None:

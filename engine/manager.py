@@ -73,15 +73,16 @@ class ContinuousBatchingManager:
     # Life
 
     def start(self) -> None:
-        """Start the engine thread; no effect beyond a warning when it runs.
+        """Start the engine thread; no effect beyond a warning when it runs. Waits for a session that is stopping.
 
         Raises:
             RuntimeError: the manager was destroyed.
         """
         with self._lock:
-            if self.is_running():
+            if self.is_running() and not self._loop.is_stopping:
                 logger.warning("the manager is already running; start() has no effect")
                 return
+            self.join()
             core = self._build()
             core.scheduler.cache.reset()  # the weights may have changed since the last session
             core.runner.refresh_weights()
@@ -340,7 +341,7 @@ class ContinuousBatchingManager:
         if self._loop.fatal_error is not None:
             raise RuntimeError(f"the engine failed and takes no requests: {describe_error(self._loop.fatal_error)}")
         if self._loop.is_stopping:
-            logger.warning("the manager was stopped: the request is refused; call start() for a new session")
+            logger.warning("the manager is stopped or stopping: the request is refused; call start() for a new session")
             return True
         return False
 

@@ -79,7 +79,7 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
     if name in models:
         return models[name]
     served = ", ".join(repr(one) for one in models) or "none"
-    raise not_found(f"there is no model {name!r}; the models served here: {served}", "model", "model_not_found")
+    raise not_found(f"there is no model {name[:100]!r}; the models served here: {served}", "model", "model_not_found")
 
 
 def _params(field: str, count: int) -> list[str]:

@@ -54,7 +54,7 @@ def build_api(service: Service, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI
     async def get_model(name: str) -> Response:
         return _json(_describe(find_model(service.models, name)))
 
-    @app.get("/health", response_model=None)
+    @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         ok, detail = await service.health()
         return _json({"status": "ok" if ok else "unavailable", **detail}, 200 if ok else 503)

@@ -507,3 +507,50 @@ def test_unknown_arguments_are_type_errors(tiny: PreTrainedModel) -> None:
         with pytest.raises(ValueError, match="per_request_processors"):
             manager.add_request([1], temperature=0.5)
     assert engine.generate_batch(tiny, [], NO_EOS) == {}
+
+
+@pytest.mark.parametrize("inputs", [[[]], [[1.5, 2]], [[5] * 300], ["hello"], [[], [512]]])
+def test_O08_a_batch_of_which_nothing_can_be_served_ends(tiny: PreTrainedModel, inputs: Any) -> None:
+    outputs = engine.generate_batch(tiny, inputs, NO_EOS, continuous_batching_config=config())
+    assert list(outputs) == [f"req_{i}" for i in range(len(inputs))]
+    assert all(output.status == RequestStatus.FAILED and output.error for output in outputs.values())
+
+
+@pytest.mark.parametrize("inputs", [[1, 2, 3], None, 5, torch.tensor([1, 2])])
+def test_inputs_that_are_no_prompts_are_type_errors(tiny: PreTrainedModel, inputs: Any) -> None:
+    with pytest.raises(TypeError, match="collection of prompts"):
+        engine.generate_batch(tiny, inputs, NO_EOS, continuous_batching_config=config())
+
+
+def test_inputs_may_be_a_tensor_or_a_generator(tiny: PreTrainedModel) -> None:
+    rows = [tokens(i, 6) for i in range(3)]
+    for inputs in (torch.tensor(rows), iter(rows), [torch.tensor(row) for row in rows]):
+        outputs = engine.generate_batch(
+            tiny,
+            inputs,  # type: ignore[arg-type]
+            NO_EOS,
+            continuous_batching_config=config(),
+            max_new_tokens=4,
+        )
+        assert [output.generated_tokens for output in outputs.values()] == [ref(tiny, row, 4) for row in rows]
+
+
+def test_start_waits_for_a_session_that_is_stopping(tiny: PreTrainedModel) -> None:
+    manager = engine.init_continuous_batching(tiny, NO_EOS, config())
+    first = str(manager.add_request(tokens(0, 8), max_new_tokens=60))
+    manager.start()
+    manager.stop(block=False)
+    manager.start()
+    second = str(manager.add_request(tokens(1, 8), max_new_tokens=5))
+    for request_id, seed, n in ((first, 0, 60), (second, 1, 5)):
+        (output,) = collect(manager, [request_id])
+        assert output.generated_tokens == ref(tiny, tokens(seed, 8), n)
+    manager.destroy()
+
+
+def test_iterating_a_session_that_ended_without_requests_ends(tiny: PreTrainedModel) -> None:
+    manager = engine.init_continuous_batching(tiny, NO_EOS, config())
+    manager.start()
+    manager.stop()
+    assert list(manager) == []
+    manager.destroy()
