@@ -51,6 +51,7 @@ class Request:
         arrival: position in the order of arrival, unique in one engine.
         priority: lower runs first and is preempted last.
         salt: isolates the prefix cache between models, weight epochs and tenants.
+        unknown: tokens, 0 or 1, that a launched step is still sampling; they have no id yet.
         cached_tokens: prompt tokens found in the prefix cache at first admission; None before that.
     """
 
@@ -64,6 +65,7 @@ class Request:
     streaming: bool = False
     record_timestamps: bool = False
     computed: int = 0
+    unknown: int = 0
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -76,17 +78,18 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and generated."""
-        return len(self.token_ids)
+        """Prompt, generated, and what is being sampled."""
+        return len(self.token_ids) + self.unknown
 
     @property
     def num_output_tokens(self) -> int:
+        """Generated tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def remaining(self) -> int:
-        """Known tokens whose K/V no scheduled step covers yet; 1 means the request decodes."""
-        return len(self.token_ids) - self.computed
+        """Tokens whose K/V no scheduled step covers yet; 1 means the request decodes."""
+        return self.num_tokens - self.computed
 
     @property
     def prompt_ids(self) -> list[int]:

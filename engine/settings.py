@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from engine.cache.groups import LayerGroup, plan_groups
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class ModelFacts:
         context_length: positions the model knows; None when its config does not say.
         vocab_size: rows of the embedding, which is also the width of the logits.
         device_type: "cpu", "cuda", ...
-        layer_types: attention type of each layer.
+        windows: of each layer: tokens that a query sees, itself included; None sees all.
         device_index: which device of that type; None for the current one.
     """
 
@@ -57,7 +58,7 @@ class ModelFacts:
     context_length: int | None
     vocab_size: int
     device_type: str
-    layer_types: tuple[str, ...]
+    windows: tuple[int | None, ...]
     device_index: int | None = None
 
     @property
@@ -83,8 +84,9 @@ class Settings:
         scheduler_type: scheduling policy.
         context_length: prompt plus generated tokens of one request, at most; the cache's size when the model sets none.
         vocab_size: width of the logits.
-        kv_bytes_per_block: bytes of one block over all layers.
+        kv_bytes_per_block: bytes of one block over the layers of a group.
         device_type: where the model runs.
+        groups: which layers share one block table.
     """
 
     page_size: int
@@ -101,6 +103,7 @@ class Settings:
     vocab_size: int
     kv_bytes_per_block: int
     device_type: str
+    groups: tuple[LayerGroup, ...]
 
     @property
     def cache_tokens(self) -> int:
@@ -154,6 +157,7 @@ def resolve(
         vocab_size=facts.vocab_size,
         kv_bytes_per_block=block_bytes,
         device_type=facts.device_type,
+        groups=plan_groups(facts.windows),
     )
 
 

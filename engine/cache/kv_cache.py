@@ -93,6 +93,10 @@ class KVCache:
             raise KeyError(f"request {request.request_id!r} holds no blocks")
         return entry.table
 
+    def tables(self, request: Request) -> list[list[int]]:
+        """The live block tables of a running request, one a layer group. Raises as `table`."""
+        return [self.table(request)]
+
     def match(self, request: Request) -> int:
         """Length of the longest cached prefix in blocks; at least one known token is left over.
 

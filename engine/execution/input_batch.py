@@ -53,7 +53,7 @@ def make_input_batch(batch: ScheduledBatch, device: torch.device, *, cached: boo
         starts=starts,
         counts=counts,
         offsets=offsets,
-        block_tables=[batch.block_tables[row] for row in order.tolist()] if cached else None,
+        block_tables=_by_group(batch.block_tables, order.tolist()) if cached else None,
         num_single=int(single.sum()),
     )
     return InputBatch(
@@ -62,6 +62,11 @@ def make_input_batch(batch: ScheduledBatch, device: torch.device, *, cached: boo
         keep=_tensor(last_token[np.array(batch.sampled, dtype=np.int64)], device),
         rows=rows,
     )
+
+
+def _by_group(tables: list[list[list[int]]], order: list[int]) -> list[list[list[int]]]:
+    """[row][group] in the batch's order -> [group][row] in packed order."""
+    return [[tables[row][group] for row in order] for group in range(len(tables[0]))]
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:

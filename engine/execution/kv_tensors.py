@@ -14,7 +14,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """K and V of all layers, each [num_blocks + 1, num_kv_heads, page_size, head_dim].
+    """K and V of the layers of one group, each [num_blocks + 1, num_kv_heads, page_size, head_dim].
+
+    Groups share the tensors: a block belongs to one group at a time, which uses as many tensors as it has layers.
 
     Block 0 is the null block: it is read where a table is padded and never written, so it stays zero.
     """
@@ -44,7 +46,7 @@ class KVTensors:
 
 
 def allocate(
-    num_layers: int,
+    num_tensors: int,
     num_blocks: int,
     num_kv_heads: int,
     page_size: int,
@@ -52,7 +54,7 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> KVTensors:
-    """Reserves a zeroed cache of `num_blocks` usable blocks and the null block.
+    """Reserves `num_tensors` zeroed K and V tensors of `num_blocks` usable blocks and the null block.
 
     On CPU memory is taken from the system page by page as it is written to.
 
@@ -60,8 +62,8 @@ def allocate(
         MemoryError, torch.OutOfMemoryError: the device cannot give that much.
     """
     shape = (num_blocks + 1, num_kv_heads, page_size, head_dim)
-    tensors = [_zeros(shape, dtype, torch.device(device)) for _ in range(2 * num_layers)]
-    return KVTensors(tensors[:num_layers], tensors[num_layers:])
+    tensors = [_zeros(shape, dtype, torch.device(device)) for _ in range(2 * num_tensors)]
+    return KVTensors(tensors[:num_tensors], tensors[num_tensors:])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

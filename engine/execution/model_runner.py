@@ -86,14 +86,15 @@ class ModelRunner:
         self._max_warmup_tokens = min(settings.max_batch_tokens, settings.context_length)
         self._ops = ops or make_ops(
             allocate(
-                facts.num_layers,
+                max(len(group.layers) for group in settings.groups),
                 settings.num_blocks,
                 facts.num_kv_heads,
                 settings.page_size,
                 facts.head_dim,
                 model.dtype,  # type: ignore[arg-type]
                 self._device,
-            )
+            ),
+            settings.groups,
         )
         self.probe()
 
@@ -136,7 +137,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _dry_run(self, tokens: int) -> None:
         request = Request("dry-run", [0] * tokens, tokens, SamplingParams(max_new_tokens=1))
-        pending = self._launch(ScheduledBatch([request], [0], [tokens], [[]], [0]), cached=False)
+        pending = self._launch(ScheduledBatch([request], [0], [tokens], [[[]]], [0]), cached=False)
         self.sample(pending)
         pending.result()
 

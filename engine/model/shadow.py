@@ -70,13 +70,13 @@ def model_facts(model: nn.Module) -> ModelFacts:
         context_length=getattr(config, "max_position_embeddings", None),
         vocab_size=model.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
         device_type=device.type,
-        layer_types=_layer_types(model, config),
+        windows=_windows(model, config),
         device_index=device.index,
     )
 
 
-def _layer_types(model: nn.Module, config: Any) -> tuple[str, ...]:
-    """One attention type a layer.
+def _windows(model: nn.Module, config: Any) -> tuple[int | None, ...]:
+    """The attention window of each layer.
 
     Raises:
         NotImplementedError: another type than full attention, named.
@@ -90,7 +90,7 @@ def _layer_types(model: nn.Module, config: Any) -> tuple[str, ...]:
         raise NotImplementedError(
             f"{type(model).__name__} has layers of type {', '.join(others)}; only {_FULL_ATTENTION} is supported yet"
         )
-    return tuple(types)
+    return (None,) * len(types)
 
 
 def _rope_types(config: Any) -> Iterator[str]:

@@ -23,15 +23,16 @@ class PackedRows:
         starts: int64 [rows], tokens of the row in the cache before this step.
         counts: int64 [rows], tokens of the row in this step.
         offsets: int64 [rows], where the row's tokens begin in the packed order.
-        block_tables: blocks of each row, covering at least its context after this step. None: nothing is read from
-            or written to the cache, and every start is 0.
+        block_tables: block_tables[group][row] covers at least the row's context after this step; in groups with a
+            window, blocks that lie wholly behind it are 0. None: nothing is read from or written to the cache, and
+            every start is 0.
         num_single: rows of one token.
     """
 
     starts: np.ndarray
     counts: np.ndarray
     offsets: np.ndarray
-    block_tables: list[list[int]] | None
+    block_tables: list[list[list[int]]] | None
     num_single: int
 
 

@@ -85,10 +85,11 @@ class TorchOps:
 
     def plan(self, rows: PackedRows) -> Plan:
         """Cost: the rows' tokens, and a number a block of context."""
-        single, tables = rows.num_single, rows.block_tables
+        single = rows.num_single
         spans = [(int(o), int(o + c), int(s)) for o, c, s in zip(rows.offsets, rows.counts, rows.starts, strict=True)]
-        if tables is None:
+        if rows.block_tables is None:
             return Plan(None, None, [], [Chunk(*span, index=None) for span in spans])
+        (tables,) = rows.block_tables
         ends = rows.starts + rows.counts
         chunks = []
         for (first, last, start), table in zip(spans[single:], tables[single:], strict=True):

@@ -149,7 +149,7 @@ class Scheduler:
         For a suspect whose lone step this was the core calls `fail` instead.
         """
         for table, start, count in zip(batch.block_tables, batch.starts, batch.counts, strict=True):
-            self.cache.unhash(table, start, start + count)
+            self.cache.unhash(table[0], start, start + count)
         for request in sorted(batch.requests, key=_order):
             if self._live.get(request.request_id) is request:
                 self._stop_running(request)
@@ -221,7 +221,7 @@ class Scheduler:
         batch.requests.append(request)
         batch.starts.append(start)
         batch.counts.append(count)
-        batch.block_tables.append(self.cache.table(request))
+        batch.block_tables.append(self.cache.tables(request))
         request.computed = end
         self.cache.mark_scheduled(request, start, end)
         if request.first_scheduled_time < 0:

@@ -88,7 +88,9 @@ class Pages:
 
     def run(self, batch: ScheduledBatch, garbage: bool = False) -> None:
         """All rows write, then all rows attend. With garbage they write nonsense and nobody attends: a crash."""
-        rows = list(zip(batch.requests, batch.block_tables, batch.starts, batch.counts, strict=True))
+        rows = list(
+            zip(batch.requests, (tables[0] for tables in batch.block_tables), batch.starts, batch.counts, strict=True)
+        )
         for request, table, start, count in rows:
             self.write(request, table, start, start + count, garbage)
         if not garbage:

@@ -14,7 +14,7 @@ from transformers import CompileConfig
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.settings import ModelFacts, Settings, resolve
 
-FACTS = ModelFacts(2, 2, 4, 16, 4, 256, 512, "cpu", ("full_attention",) * 2)
+FACTS = ModelFacts(2, 2, 4, 16, 4, 256, 512, "cpu", (None,) * 2)
 FIELDS = {field.name: field for field in dataclasses.fields(ContinuousBatchingConfig)}
 THEIRS = {field.name: field for field in dataclasses.fields(transformers.ContinuousBatchingConfig)}
 

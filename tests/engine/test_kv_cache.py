@@ -375,9 +375,9 @@ def test_check_integrity_sees(new: Requests, fault: str) -> None:
 
 
 def test_layers_of_full_attention_form_one_group() -> None:
-    (group,) = plan_groups(["full_attention"] * 3)
+    (group,) = plan_groups([None] * 3)
     assert group.layers == (0, 1, 2)
-    with pytest.raises(NotImplementedError, match="sliding_attention"):
-        plan_groups(["full_attention", "sliding_attention"])
+    with pytest.raises(NotImplementedError, match="window"):
+        plan_groups([None, 16])
     with pytest.raises(ValueError, match="no layers"):
         plan_groups([])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
 from engine.execution.model_runner import ModelRunner
 from engine.model.shadow import make_shadow, model_facts
@@ -40,6 +41,7 @@ def make_runner(model: PreTrainedModel, num_blocks: int = 120) -> ModelRunner:
         vocab_size=facts.vocab_size,
         kv_bytes_per_block=facts.kv_bytes_per_token * PAGE,
         device_type="cpu",
+        groups=(LayerGroup(tuple(range(facts.num_layers))),),
     )
     return ModelRunner(make_shadow(model), settings)
 
@@ -72,7 +74,7 @@ class Rows:
                 batch.sampled.append(len(batch.requests))
             batch.requests.append(request)
             batch.counts.append(count)
-            batch.block_tables.append(self.tables[row])
+            batch.block_tables.append([self.tables[row]])
         return batch
 
     def step(self, counts: dict[int, int]) -> dict[str, torch.Tensor]:

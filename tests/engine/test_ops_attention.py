@@ -93,7 +93,7 @@ class Sequences:
             starts=np.array(starts),
             counts=np.array(counts),
             offsets=np.cumsum(counts) - counts,
-            block_tables=[self.tables[sequence] for sequence, _ in growth],
+            block_tables=[[self.tables[sequence] for sequence, _ in growth]],
             num_single=counts.count(1),
         )
         query = self.random(self.heads, sum(counts)).transpose(0, 1)
@@ -236,7 +236,7 @@ def test_buckets_take_every_row_once_and_pad_little(seed: int) -> None:
     ops = TorchOps(kv)
     ends = np.sort(generator.integers(1, 4000, 150))[::-1]
     tables = [list(range(1, 1 + -(-int(end) // 16))) for end in ends]
-    plan = ops.plan(PackedRows(ends - 1, np.ones(150, np.int64), np.arange(150), tables, 150))
+    plan = ops.plan(PackedRows(ends - 1, np.ones(150, np.int64), np.arange(150), [tables], 150))
     assert [bucket.first for bucket in plan.buckets] == [0, *(bucket.last for bucket in plan.buckets[:-1])]
     assert plan.buckets[-1].last == 150
     for bucket in plan.buckets:

@@ -28,7 +28,7 @@ LENGTHS = [70, 33, 32, 31, 17, 16, 15, 2, 1]
 
 def one_token_rows(lengths: list[int], tables: list[list[int]]) -> PackedRows:
     count = len(lengths)
-    return PackedRows(np.array(lengths) - 1, np.ones(count, np.int64), np.arange(count), tables, count)
+    return PackedRows(np.array(lengths) - 1, np.ones(count, np.int64), np.arange(count), [tables], count)
 
 
 def attend(

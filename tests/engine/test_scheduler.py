@@ -148,7 +148,7 @@ def test_O18_block_borders(page_size: int, together: bool) -> None:
             request = batch.requests[row]
             cached_tokens = batch.starts[row] + batch.counts[row]
             assert cached_tokens == request.num_tokens - 1
-            assert len(batch.block_tables[row]) == -(-cached_tokens // page_size)
+            assert len(batch.block_tables[row][0]) == -(-cached_tokens // page_size)
 
     requests = []
     for length in lengths:

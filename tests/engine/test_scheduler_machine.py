@@ -173,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_rows(self, batch: ScheduledBatch, before: dict[Request, int]) -> None:
         size = self.engine.cache.page_size
         for row, request in enumerate(batch.requests):
-            start, count, table = batch.starts[row], batch.counts[row], batch.block_tables[row]
+            start, count, table = batch.starts[row], batch.counts[row], batch.block_tables[row][0]
             assert count >= 1
             assert start + count == request.computed <= request.num_tokens
             assert (row in batch.sampled) == (request.computed == request.num_tokens)

@@ -14,7 +14,7 @@ from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.settings import ModelFacts, Settings, available_memory, describe, resolve
 
 GIB = 1 << 30
-SMALL = ModelFacts(30, 3, 9, 64, 2, 8192, 49152, "cpu", ("full_attention",) * 30)
+SMALL = ModelFacts(30, 3, 9, 64, 2, 8192, 49152, "cpu", (None,) * 30)
 ON_CUDA = dataclasses.replace(SMALL, device_type="cuda")
 
 
@@ -83,7 +83,7 @@ def test_nothing_fits() -> None:
 
 
 def test_block_count_of_a_small_model_on_cpu_is_capped() -> None:
-    tiny = ModelFacts(4, 2, 4, 16, 4, 256, 512, "cpu", ("full_attention",) * 4)
+    tiny = ModelFacts(4, 2, 4, 16, 4, 256, 512, "cpu", (None,) * 4)
     assert settings(tiny).num_blocks == 1024 * 256 // 32
     assert settings(dataclasses.replace(tiny, context_length=None)).num_blocks == 65536
     assert settings(dataclasses.replace(tiny, context_length=10**6)).num_blocks == 65536

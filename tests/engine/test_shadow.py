@@ -86,7 +86,7 @@ def test_facts(tiny: PreTrainedModel) -> None:
     assert facts == model_facts(tiny)
     assert (facts.num_layers, facts.num_heads, facts.num_kv_heads, facts.head_dim) == (4, 4, 2, 16)
     assert (facts.dtype_bytes, facts.context_length, facts.vocab_size, facts.device_type) == (4, 256, 512, "cpu")
-    assert facts.layer_types == ("full_attention",) * 4
+    assert facts.windows == (None,) * 4
 
 
 def test_facts_of_a_model_with_more_embedding_rows_than_its_config_says() -> None:

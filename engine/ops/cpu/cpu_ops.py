@@ -61,7 +61,7 @@ class CpuOps(TorchOps):
         """Cost: as `TorchOps.plan`."""
         plan = super().plan(rows)
         single = rows.num_single
-        tables = rows.block_tables[:single] if rows.block_tables is not None else []
+        tables = rows.block_tables[0][:single] if rows.block_tables is not None else []
         sizes = np.fromiter(map(len, tables), np.int64, len(tables))
         return CpuPlan(
             slots=plan.slots,
