@@ -87,6 +87,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted and not complete; then it must be computed, not looked up."""
+        return False
+
+    @property
     def remaining(self) -> int:
         """Tokens whose K/V no scheduled step covers yet; 1 means the request decodes."""
         return self.num_tokens - self.computed
