@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.outputs import GenerationOutput, StepOutput
@@ -21,8 +23,8 @@ logger = logging.getLogger(__name__)
 class Runner(Protocol):
     """Runs the model on scheduled batches. Any method may raise what the model raises."""
 
-    def launch(self, batch: ScheduledBatch) -> Any:
-        """Start a step; its tokens are not known yet."""
+    def launch(self, batch: ScheduledBatch, previous: Any = None) -> Any:
+        """Start a step; its tokens are not known yet. Tokens that `previous` is still sampling are fed to it."""
 
     def sample(self, pending: Any) -> None:
         """Choose the tokens of what `launch` returned; its `result()` then gives them as a StepOutput."""
@@ -41,17 +43,32 @@ class EngineUnhealthy(RuntimeError):
     """The model fails even on a token of the engine's own; no request is to blame."""
 
 
-class EngineCore:
-    """Everything between a request's arrival and its outputs, one step at a time."""
+@dataclass(slots=True)
+class _Flight:
+    """A step whose results have not been taken."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    batch: ScheduledBatch
+    pending: Any = None
+
+
+class EngineCore:
+    """Everything between a request's arrival and its outputs, one step at a time.
+
+    Args:
+        overlap: launch each step before the results of the one before are taken, so that the host's work is hidden
+            behind the device's. Results come one step later; nothing else changes.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.steps = 0
+        self._overlap = overlap
+        self._flights: deque[_Flight] = deque()  # oldest first; at most two, and outside `step` one
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._flights)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -62,7 +79,7 @@ class EngineCore:
         return None if request is None else _ended(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
 
     def step(self) -> list[GenerationOutput]:
-        """Run one step.
+        """Launch one step and take the results of this one, or with overlap of the one before.
 
         Returns:
             Outputs to deliver: one a new token of a streaming request, one terminal for each that ended.
@@ -72,24 +89,59 @@ class EngineCore:
         """
         batch = self.scheduler.schedule()
         outputs = [_ended(request, RequestStatus.FINISHED, FinishReason.LENGTH) for request in batch.outgrown]
-        if not batch:
-            return outputs
-        self.steps += 1
         try:
-            pending = self.runner.launch(batch)
-            self.runner.sample(pending)
-            result: StepOutput = pending.result()
+            launched = self._launch(batch) if batch else None
+            outputs += self._land(keep=launched)
+            if launched is not None:
+                # Only now: what was generated before decides what may follow.
+                self.runner.sample(launched.pending)
+            if not self._overlap or self.scheduler.has_suspects:
+                outputs += self._land()
         except Exception as error:
-            return outputs + self._recover(batch, error)
-        self.scheduler.step_done(batch)
-        return outputs + self._update(batch, result)
+            outputs += self._recover(error)
+        return outputs
+
+    def settle(self) -> list[GenerationOutput]:
+        """Take the results of every launched step; afterwards nothing runs on the device. Raises as `step`."""
+        try:
+            return self._land()
+        except Exception as error:
+            return self._recover(error)
+
+    def new_epoch(self) -> None:
+        """The weights have changed: nothing computed before counts any more. Only after `settle`."""
+        self.scheduler.preempt_all()
+        self.scheduler.cache.reset()
+        self.runner.refresh_weights()
+
+    def _launch(self, batch: ScheduledBatch) -> _Flight:
+        previous = self._flights[-1].pending if self._flights else None
+        flight = _Flight(batch)
+        self._flights.append(flight)
+        self.steps += 1
+        flight.pending = self.runner.launch(batch, previous)
+        return flight
+
+    def _land(self, keep: _Flight | None = None) -> list[GenerationOutput]:
+        """Take the results of the launched steps, oldest first, but for `keep`."""
+        outputs: list[GenerationOutput] = []
+        while self._flights and self._flights[0] is not keep:
+            flight = self._flights[0]
+            result: StepOutput = flight.pending.result()
+            self._flights.popleft()
+            self.scheduler.step_done(flight.batch)
+            outputs += self._update(flight.batch, result)
+        return outputs
 
     def _update(self, batch: ScheduledBatch, result: StepOutput) -> list[GenerationOutput]:
-        """Append the sampled tokens and end what is complete."""
+        """Append the sampled tokens and end what is complete. Requests that have left since are passed over."""
         outputs = []
         now = time.perf_counter()
         for i, row in enumerate(batch.sampled):
             request = batch.requests[row]
+            if not self.scheduler.is_live(request):
+                continue
+            request.unknown -= 1
             if i in result.errors:
                 outputs.append(self._fail(request, f"ValueError: {result.errors[i]}"))
                 continue
@@ -106,13 +158,17 @@ class EngineCore:
                 outputs.append(GenerationOutput(request))
         return outputs
 
-    def _recover(self, batch: ScheduledBatch, error: Exception) -> list[GenerationOutput]:
-        """A step raised: every request of it runs once more, alone; one that fails alone is to blame."""
-        if not self.scheduler.is_suspect(batch.requests[0]):
-            logger.warning("a step of %d requests failed, each runs alone now: %r", len(batch.requests), error)
-            self.scheduler.on_step_failed(batch)
+    def _recover(self, error: Exception) -> list[GenerationOutput]:
+        """A step raised: every request in flight runs once more, alone; one that fails alone is to blame."""
+        batches = [flight.batch for flight in self._flights]
+        self._flights.clear()
+        if not self.scheduler.is_suspect(batches[0].requests[0]):
+            count = len({request.request_id for batch in batches for request in batch.requests})
+            logger.warning("a step failed, its %d requests run alone now: %r", count, error)
+            for batch in batches:
+                self.scheduler.on_step_failed(batch)
             return []
-        (request,) = batch.requests
+        (request,) = batches[0].requests
         try:
             self.runner.probe()
         except Exception as probe_error:

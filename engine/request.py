@@ -51,7 +51,8 @@ class Request:
         arrival: position in the order of arrival, unique in one engine.
         priority: lower runs first and is preempted last.
         salt: isolates the prefix cache between models, weight epochs and tenants.
-        unknown: tokens, 0 or 1, that a launched step is still sampling; they have no id yet.
+        unknown: tokens that launched steps are still sampling: they have no id yet. At most 1 a step in flight.
+        skipped_steps: steps in a row that gave it nothing while it ran.
         cached_tokens: prompt tokens found in the prefix cache at first admission; None before that.
     """
 
@@ -66,6 +67,7 @@ class Request:
     record_timestamps: bool = False
     computed: int = 0
     unknown: int = 0
+    skipped_steps: int = 0
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -88,7 +90,7 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted and not complete; then it must be computed, not looked up."""
+        """Whether log-probabilities of the prompt are wanted and not complete: it must be computed, not looked up."""
         return False
 
     @property

@@ -7,10 +7,11 @@ Knows requests and token ids, but no tensors, budgets or order of requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.cache.block_pool import NULL_BLOCK, BlockPool
+from engine.cache.host_tier import BlockCopies
 from engine.cache.prefix import block_hash, root_hash
 from engine.request import Request
 
@@ -33,6 +34,7 @@ class _Entry:
     hashes: list[bytes] = field(default_factory=list)
     own_start: int | None = None
     own_end: int = 0
+    hashed_end: int = 0
     refused: tuple[int, int, int] | None = None
 
 
@@ -130,6 +132,7 @@ class KVCache:
         entry.table = hits + self._pool.allocate(total - len(hits))
         entry.own_start = len(hits) if entry.own_start is None else min(entry.own_start, len(hits))
         request.computed = len(hits) * self.page_size
+        entry.hashed_end = len(hits)
         if request.cached_tokens is None:
             request.cached_tokens = min(request.computed, request.num_prompt_tokens)
         return True
@@ -144,20 +147,30 @@ class KVCache:
             table += self._pool.allocate(missing)
         return True
 
-    def mark_scheduled(self, request: Request, start: int, end: int) -> None:
+    def mark_scheduled(self, request: Request, start: int, end: int) -> list[int]:
         """Hashes the blocks that tokens [start, end) of a running request complete."""
-        first, last = start // self.page_size, end // self.page_size
-        if first == last or not self.sharing:
-            return
+        end = min(end, len(request.token_ids))
+        entry = self._entry(request)
+        first, last = entry.hashed_end, end // self.page_size
+        if first >= last or not self.sharing:
+            return []
+        entry.hashed_end = last
         entry, table = self._entry(request), self.table(request)
         for index in range(first, last):
             self._pool.set_hash(table[index], self._hash(request, entry, index))
         entry.own_end = max(entry.own_end, last)
+        return table[first:last]
 
-    def unhash(self, table: Sequence[int], start: int, end: int) -> None:
-        """Undoes `mark_scheduled` for a step that failed: `table` is the row's, whoever holds its blocks now."""
-        for block in table[start // self.page_size : end // self.page_size]:
+    def unhash(self, blocks: Iterable[int]) -> None:
+        """Undoes `mark_scheduled`, which returned `blocks`, for a step that failed, whoever holds them now."""
+        for block in blocks:
             self._pool.drop_hash(block)
+
+    def take_copies(self) -> BlockCopies | None:
+        return None
+
+    def copies_failed(self, copies: BlockCopies) -> None:
+        raise NotImplementedError
 
     def unhash_own(self, request: Request) -> None:
         """Makes unfindable what the request has ever written itself; prefixes that others had written stay."""

@@ -99,7 +99,7 @@ class ModelRunner:
         self.probe()
 
     @torch.inference_mode()
-    def launch(self, batch: ScheduledBatch) -> Pending:
+    def launch(self, batch: ScheduledBatch, previous: Pending | None = None) -> Pending:
         """Runs the forward pass of a batch that is not empty: writes its K/V, computes the sampled rows' logits.
 
         Raises:

@@ -17,6 +17,8 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.policies import POLICIES
 
+_PROMPT_LOGPROBS_CHUNK = 128  # tokens of a prompt whose logits a step keeps: a row of the vocabulary each
+
 
 def _order(request: Request) -> tuple[int, int]:
     """First served, last preempted."""
@@ -108,33 +110,33 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Removes a request that has ended and gives its blocks back. Does nothing if it has left already."""
-        if self._live.get(request.request_id) is request:
+        if self.is_live(request):
             self._remove(request)
 
     def fail(self, request: Request) -> None:
         """`finish` for a request whose pages cannot be trusted: nobody will hit a block that it has written."""
-        if self._live.get(request.request_id) is request:
+        if self.is_live(request):
             self.cache.unhash_own(request)
             self._remove(request)
 
     def schedule(self) -> ScheduledBatch:
         """The rows of the next step; `computed` of each is advanced as if the step had run.
 
-        No rows when nothing is left to do, or all that runs waits for its sampled token. Costs O(running + tokens
-        admitted / page_size), whatever waits.
+        No rows when nothing is left to do, or all that runs waits for a token that is being sampled. Costs
+        O(running + tokens admitted / page_size), whatever waits.
         """
         batch = ScheduledBatch()
         if self._suspects:
             self._schedule_suspect(batch)
-            return batch
-        preempted = self._secure_blocks(batch)
-        budget = self.max_batch_tokens
-        for request in self._policy(self._running):
-            if budget == 0:
-                break
-            budget -= self._add_row(batch, request, budget)
-        if not preempted:
-            self._admit_waiting(batch, budget)
+        else:
+            preempted = self._secure_blocks(batch)
+            budget = self.max_batch_tokens
+            for request in self._policy(self._running):
+                budget -= self._add_row(batch, request, budget)
+            if not preempted:
+                self._admit_waiting(batch, budget)
+        if batch:
+            batch.copies = self.cache.take_copies()
         return batch
 
     def step_done(self, batch: ScheduledBatch) -> None:
@@ -148,12 +150,31 @@ class Scheduler:
 
         For a suspect whose lone step this was the core calls `fail` instead.
         """
-        for table, start, count in zip(batch.block_tables, batch.starts, batch.counts, strict=True):
-            self.cache.unhash(table[0], start, start + count)
+        self.cache.unhash(batch.hashed)
+        if batch.copies is not None:
+            self.cache.copies_failed(batch.copies)
         for request in sorted(batch.requests, key=_order):
-            if self._live.get(request.request_id) is request:
+            if self.is_live(request):
                 self._stop_running(request)
+                self._waiting.pop(request.request_id, None)
+                request.unknown = 0
                 self._suspects[request.request_id] = request
+
+    def preempt_all(self) -> None:
+        """Takes the blocks of everything that runs; all of it resumes in its order."""
+        for request in list(self._running):
+            if request.request_id in self._suspects:
+                self._stop_running(request)
+            else:
+                self._preempt(request)
+
+    def is_live(self, request: Request) -> bool:
+        """Whether this very request was added and has not left."""
+        return self._live.get(request.request_id) is request
+
+    @property
+    def has_suspects(self) -> bool:
+        return bool(self._suspects)
 
     def is_suspect(self, request: Request) -> bool:
         """Whether a step with this live request failed and it has not got a token since."""
@@ -162,9 +183,13 @@ class Scheduler:
     def _schedule_suspect(self, batch: ScheduledBatch) -> None:
         """The first suspect alone. It may take blocks from running requests: alone it always has enough."""
         suspect = next(iter(self._suspects.values()))
-        if not self.cache.holds(suspect):
+        others = [request for request in self._running if request is not suspect]
+        if self.cache.holds(suspect):
+            while not self.cache.grow(suspect):
+                self._preempt(others.pop())
+        else:
             while not self.cache.admit(suspect):
-                self._preempt(self._running[-1])
+                self._preempt(others.pop())
             insort(self._running, suspect, key=_order)
         self._add_row(batch, suspect, self.max_batch_tokens)
 
@@ -178,6 +203,9 @@ class Scheduler:
         index = 0
         while index < len(self._running):
             request = self._running[index]
+            if self._awaits_token(request):
+                index += 1
+                continue
             if request.num_tokens > self.cache.max_tokens:
                 self._outgrow(batch, request)
                 continue
@@ -194,7 +222,7 @@ class Scheduler:
         """Admits waiting requests in order until one does not fit. Each may hit blocks of rows before it."""
         while budget > 0 and len(self._running) < self.max_requests:
             request = self._first_waiting()
-            if request is None:
+            if request is None or self._awaits_token(request):
                 return
             if request.num_tokens > self.cache.max_tokens:
                 self._outgrow(batch, request)
@@ -210,10 +238,14 @@ class Scheduler:
         """Gives a running request up to `budget` tokens of the step; how many it took."""
         start = request.computed
         count = min(request.num_tokens - start, budget)
-        if count == 0:
+        if request.needs_prompt_logprobs:
+            count = min(count, _PROMPT_LOGPROBS_CHUNK)
+        if count == 0 or self._awaits_token(request):
+            request.skipped_steps += 1
             return 0
         end = start + count
-        if end == request.num_tokens:
+        is_last = end == request.num_tokens
+        if is_last:
             batch.sampled.append(len(batch.requests))
             request.status = RequestStatus.DECODING
         else:
@@ -222,11 +254,20 @@ class Scheduler:
         batch.starts.append(start)
         batch.counts.append(count)
         batch.block_tables.append(self.cache.tables(request))
+        batch.hashed += self.cache.mark_scheduled(request, start, end)
         request.computed = end
-        self.cache.mark_scheduled(request, start, end)
+        request.unknown += is_last
+        request.skipped_steps = 0
         if request.first_scheduled_time < 0:
             request.first_scheduled_time = time.perf_counter()
         return count
+
+    def _awaits_token(self, request: Request) -> bool:
+        """Whether the last token that is being sampled decides if the request goes on at all."""
+        if not request.unknown:
+            return False
+        limit = request.params.max_new_tokens
+        return request.num_output_tokens + request.unknown >= limit or request.num_tokens > self.cache.max_tokens
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

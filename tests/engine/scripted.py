@@ -59,16 +59,21 @@ class Pages:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.slots: dict[tuple[int, int], tuple[int, Request]] = {}
+        self.sampled: dict[Request, list[int]] = {}  # tokens that only the device knows so far
         self._prefixes: dict[tuple[object, int], int] = {}
         self._paths: dict[Request, list[int]] = {}
 
     def path(self, request: Request) -> list[int]:
         """For each position a number that stands for the salt and all tokens up to there."""
         path = self._paths.setdefault(request, [])
-        for position in range(len(path), request.num_tokens):
+        for token in self.token_ids(request)[len(path) :]:
             parent: object = path[-1] if path else request.salt
-            path.append(self._prefixes.setdefault((parent, request.token_ids[position]), len(self._prefixes)))
+            path.append(self._prefixes.setdefault((parent, token), len(self._prefixes)))
         return path
+
+    def token_ids(self, request: Request) -> list[int]:
+        """All tokens, those included whose ids the host does not know yet."""
+        return request.token_ids + self.sampled.get(request, [])
 
     def write(self, request: Request, table: Sequence[int], start: int, end: int, garbage: bool = False) -> None:
         path = self.path(request)
@@ -97,6 +102,10 @@ class Pages:
             for request, table, start, count in rows:
                 self.attend(request, table, start + count)
 
+    def spoil_all(self) -> None:
+        for slot, (_, who) in self.slots.items():
+            self.slots[slot] = (GARBAGE, who)
+
     def spoil(self, writer: Request, in_use: set[int]) -> None:
         """Turns to garbage all that a request has written in blocks that no other request uses."""
         for slot, (_, who) in list(self.slots.items()):
@@ -109,12 +118,16 @@ class Engine:
 
     def __init__(
         self, num_blocks: int, page_size: int, *, budget: int = 512, max_requests: int = 8, margin: float = 0.0,
-        sharing: bool = True,
+        sharing: bool = True, policy: str = "fifo", overlap: bool = False,
     ) -> None:  # fmt: skip
         self.cache = KVCache(num_blocks, page_size, sharing)
-        self.scheduler = Scheduler(self.cache, max_batch_tokens=budget, max_requests=max_requests, safety_margin=margin)
+        self.scheduler = Scheduler(
+            self.cache, max_batch_tokens=budget, max_requests=max_requests, safety_margin=margin, policy=policy
+        )
         self.pages = Pages(page_size)
         self.new = Requests()
+        self.overlap = overlap
+        self.flights: list[ScheduledBatch] = []  # launched, results not taken
         self.steps = 0
 
     def add(self, prompt: Sequence[int], max_new_tokens: int = 4, **more: object) -> Request:
@@ -132,14 +145,30 @@ class Engine:
         self.steps += 1
         self.end_outgrown(batch)
         self.pages.run(batch)
-        self.scheduler.step_done(batch)
         for row in batch.sampled:
             request = batch.requests[row]
-            request.token_ids.append(next_token(request.token_ids))
-            if request.num_output_tokens >= request.params.max_new_tokens:
-                request.finish_reason = FinishReason.LENGTH
-                self.scheduler.finish(request)
+            self.pages.sampled.setdefault(request, []).append(next_token(self.pages.token_ids(request)))
+        self.land(0)
+        if batch:
+            self.flights.append(batch)
+        self.land(1 if self.overlap and not self.scheduler.has_suspects else 0)
         self.cache.check_integrity(self.scheduler.live())
+
+    def land(self, keep: int) -> None:
+        """Takes results, oldest first, until `keep` launched batches are left."""
+        while len(self.flights) > keep:
+            batch = self.flights.pop(0)
+            self.scheduler.step_done(batch)
+            for row in batch.sampled:
+                request = batch.requests[row]
+                token = self.pages.sampled[request].pop(0)
+                if not self.scheduler.is_live(request):
+                    continue
+                request.token_ids.append(token)
+                request.unknown -= 1
+                if request.num_output_tokens >= request.params.max_new_tokens:
+                    request.finish_reason = FinishReason.LENGTH
+                    self.scheduler.finish(request)
 
     def crash(self, batch: ScheduledBatch) -> list[Request]:
         """What the core does with a batch that raises; the requests that are to blame."""
@@ -149,7 +178,10 @@ class Engine:
             (request,) = batch.requests
             self.fail(request)
             return [request]
-        self.scheduler.on_step_failed(batch)
+        for failed in [*self.flights, batch]:
+            self.scheduler.on_step_failed(failed)
+        self.flights.clear()
+        self.pages.sampled.clear()
         self.cache.check_integrity(self.scheduler.live())
         return []
 
@@ -170,9 +202,10 @@ class Engine:
 
     def drain(self, each: Callable[[ScheduledBatch], None] | None = None) -> None:
         """Steps until nothing is left; every step must bring something on."""
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.flights:
+            flying = len(self.flights)
             batch = self.step()
-            assert batch or batch.outgrown, "there is work, but nothing was scheduled"
+            assert batch or batch.outgrown or flying, "there is work, but nothing was scheduled"
             if each is not None:
                 each(batch)
         self.cache.check_integrity([])

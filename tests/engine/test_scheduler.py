@@ -69,14 +69,32 @@ def test_O21_chunks_keep_the_budget_and_sample_only_after_the_last(budget: int) 
     assert_undisturbed(*requests)
 
 
-def test_a_request_whose_token_is_not_sampled_yet_is_skipped() -> None:
-    engine = Engine(10, 4)
-    request = engine.add(prompt(5))
-    batch = engine.scheduler.schedule()
-    assert request.remaining == 0
-    assert not engine.scheduler.schedule()
-    engine.complete(batch)
+def test_a_token_that_is_being_sampled_can_be_scheduled_but_not_beyond_the_last() -> None:
+    engine = Engine(10, 4, overlap=True)
+    request = engine.add(prompt(5), 3)
+    assert rows(engine.step()) == {request.request_id: (0, 5)}
     assert rows(engine.step()) == {request.request_id: (5, 1)}
+    assert request.num_output_tokens == 1
+    assert request.unknown == 1
+    assert rows(engine.step()) == {request.request_id: (6, 1)}
+    assert not engine.step(), "the third token is being sampled, and it is the last"
+    assert not engine.scheduler.has_work
+    assert_undisturbed(request)
+
+
+def test_prefill_first_serves_prefilling_ones_first_but_no_stream_stands_still() -> None:
+    engine = Engine(100, 4, budget=10, policy="prefill_first")
+    stream = engine.add(prompt(5, 1), 30)
+    engine.step()
+    long = engine.add(prompt(90, 2))
+    served = []
+    for _ in range(9):
+        batch = rows(engine.step())
+        served.append(stream.request_id in batch)
+        assert batch[long.request_id][1] == 10 - served[-1]
+    assert served == [True, False, False, False, True, False, False, False, True]
+    engine.drain()
+    assert_undisturbed(stream, long)
 
 
 def test_fifo_serves_decoding_ones_first_and_leaves_out_those_without_a_known_token() -> None:
@@ -489,20 +507,17 @@ def test_a_step_that_fails_after_a_cancel_unhashes_the_cancelled_ones_blocks() -
 
 
 def test_running_requests_that_were_not_in_the_failed_step_keep_their_blocks() -> None:
-    """Two steps are under way at once, one of them fails."""
-    engine = Engine(40, 4)
-    first = engine.add(prompt(6, 1), 6)
+    engine = Engine(40, 4, budget=4, max_requests=4, policy="prefill_first")
+    first = engine.add(prompt(4, 1), 6)
+    engine.step()
+    second = engine.add(prompt(12, 2), 6)
+    engine.step()
     failing = engine.scheduler.schedule()
-    second = engine.add(prompt(6, 2), 6)
-    batch = engine.scheduler.schedule()
-    assert batch.requests == [second]
+    assert failing.requests == [second]
     engine.crash(failing)
-    engine.complete(batch)
-    assert engine.cache.holds(second)
-    assert not engine.cache.holds(first)
-    assert engine.step().requests == [first]
-    assert second.num_output_tokens == 1
-    assert set(engine.step().requests) == {first, second}
+    assert engine.cache.holds(first)
+    assert not engine.cache.holds(second)
+    assert engine.step().requests == [second]
     engine.drain()
     assert engine.scheduler.num_preemptions == 0
     assert_undisturbed(first, second)
@@ -510,14 +525,14 @@ def test_running_requests_that_were_not_in_the_failed_step_keep_their_blocks() -
 
 def test_a_suspect_takes_blocks_from_running_requests_when_it_must() -> None:
     """It shared blocks that are no hits any more when its turn comes."""
-    engine = Engine(5, 4)
+    engine = Engine(5, 4, budget=2, max_requests=2, policy="prefill_first")
     old = engine.add(prompt(9), 6)
-    engine.step()
-    batch = engine.scheduler.schedule()
-    new = engine.add([*prompt(8), 7], 6)
+    while not old.num_output_tokens:
+        engine.step()
+    new = engine.add([*prompt(8), 7, 7, 7, 7], 6)
+    assert engine.step().starts == [9, 8]
     failing = engine.scheduler.schedule()
-    assert (failing.requests, failing.starts) == ([new], [8])
-    engine.complete(batch)
+    assert (failing.requests, failing.starts) == ([new], [9])
     engine.crash(failing)
     engine.cache.reset()
     assert engine.step().requests == [new]
@@ -525,6 +540,19 @@ def test_a_suspect_takes_blocks_from_running_requests_when_it_must() -> None:
     assert engine.scheduler.num_preemptions == 1
     engine.drain()
     assert_undisturbed(old, new)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 3, 4])
+def test_a_failure_with_two_steps_in_flight_fails_both(failing: int) -> None:
+    engine = Engine(40, 4, overlap=True)
+    requests = [engine.add(prompt(6, seed), 6) for seed in range(2)]
+    for _ in range(failing):
+        engine.step()
+    engine.crash(engine.scheduler.schedule())
+    assert all(engine.scheduler.is_suspect(request) for request in requests)
+    assert not any(request.unknown for request in requests)
+    engine.drain()
+    assert_undisturbed(*requests)
 
 
 def test_fail_drops_the_blocks_of_one_rotten_row() -> None:

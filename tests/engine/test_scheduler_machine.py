@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.request import FinishReason, Request, RequestStatus
 from engine.scheduling.batch import ScheduledBatch
+from engine.scheduling.policies import MAX_SKIPPED_STEPS
 from tests.engine.scripted import Engine, reference
 
 FAMILIES = [[0] * 40, [0, 1] * 20, [1, 2, 0, 0, 1] * 8]
@@ -59,11 +60,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_requests=st.integers(2, 6),
         margin=st.sampled_from([0.0, 0.0, 0.0, 0.15, 0.5, 1.0]),
         sharing=st.integers(0, 9),
+        policy=st.sampled_from(["fifo", "fifo", "prefill_first"]),
+        overlap=st.booleans(),
         arrivals=ARRIVALS,
     )
     def start(
         self, num_blocks: int, page_size: int, budget: int, max_requests: int, margin: float, sharing: int,
-        arrivals: list[Arrival],
+        policy: str, overlap: bool, arrivals: list[Arrival],
     ) -> None:  # fmt: skip
         self.engine = Engine(
             num_blocks * 3 if page_size == 1 else num_blocks,
@@ -72,7 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_requests=min(budget, max_requests),
             margin=margin,
             sharing=sharing > 0,
+            policy=policy,
+            overlap=overlap,
         )
+        self.policy = policy
         self.reserve = -(-int(margin * 100) * self.engine.cache.num_blocks // 100)
         self.requests: list[Request] = []
         self.gone: set[Request] = set()
@@ -140,18 +146,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         if chance == 0:
             self.engine.cache.reset()
 
+    @rule(chance=st.integers(0, 4))
+    def change_weights(self, chance: int) -> None:
+        """Whatever was computed before is worth nothing afterwards."""
+        if chance == 0:
+            self.engine.land(0)
+            self.engine.scheduler.preempt_all()
+            self.engine.cache.reset()
+            self.engine.pages.spoil_all()
+            self.rivals.clear()
+
     # What must hold
 
     def schedule(self) -> ScheduledBatch:
         """The next batch, checked against what was known before it."""
         engine, scheduler = self.engine, self.engine.scheduler
-        before = {request: request.computed for request in scheduler.live() if engine.cache.holds(request)}
+        before = {
+            request: (request.computed, request.num_tokens)
+            for request in scheduler.live()
+            if engine.cache.holds(request)
+        }
+        limited = {request for request in scheduler.live() if scheduler._awaits_token(request)}
         live = set(scheduler.live())
         suspects = [request for request in live if scheduler.is_suspect(request)]
+        self.skipped = {request: request.skipped_steps for request in live}
         batch = scheduler.schedule()
         after = {request for request in scheduler.live() if engine.cache.holds(request)}
         engine.cache.check_integrity(scheduler.live())
-        assert batch or batch.outgrown or not live, "there was work, and nothing happened"
+        assert batch or batch.outgrown or engine.flights or not live, "there was work, and nothing happened"
+        assert not limited & set(batch.requests), "scheduled beyond its last token"
         assert sum(batch.counts) <= scheduler.max_batch_tokens
         assert scheduler.num_running == len(after) <= scheduler.max_requests
         assert len(set(batch.requests)) == len(batch.requests)
@@ -166,20 +189,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rivals.clear()
         else:
             preempted = {request for request in before if request not in after and request not in batch.outgrown}
-            self.check_order(batch, before, after, preempted)
+            self.check_order(batch, before, after, preempted, limited)
             self.check_preempted(preempted)
         return batch
 
-    def check_rows(self, batch: ScheduledBatch, before: dict[Request, int]) -> None:
+    def check_rows(self, batch: ScheduledBatch, before: dict[Request, tuple[int, int]]) -> None:
         size = self.engine.cache.page_size
         for row, request in enumerate(batch.requests):
             start, count, table = batch.starts[row], batch.counts[row], batch.block_tables[row][0]
             assert count >= 1
-            assert start + count == request.computed <= request.num_tokens
-            assert (row in batch.sampled) == (request.computed == request.num_tokens)
-            assert len(table) == -(-request.num_tokens // size)
+            assert start + count == request.computed
+            num_tokens = request.num_tokens - (row in batch.sampled)  # before the one that is now being sampled
+            assert request.computed <= num_tokens
+            assert (row in batch.sampled) == (request.computed == num_tokens)
+            assert request.unknown <= 1 + len(self.engine.flights)
+            assert len(table) == -(-num_tokens // size)
             if request in before:
-                assert start == before[request]
+                assert start == before[request][0]
+                assert num_tokens == before[request][1]
             else:
                 assert start % size == 0
                 assert start == 0 or self.engine.cache.sharing
@@ -189,14 +216,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert batch.sampled == sorted(batch.sampled)
 
     def check_order(
-        self, batch: ScheduledBatch, before: dict[Request, int], after: set[Request], preempted: set[Request]
-    ) -> None:
+        self, batch: ScheduledBatch, before: dict[Request, tuple[int, int]], after: set[Request],
+        preempted: set[Request], limited: set[Request],
+    ) -> None:  # fmt: skip
         kept = [request for request in before if request in after]
-        for request in kept:
-            if request.num_tokens - before[request] == 1:
-                assert request in batch.requests, f"{request.request_id} decodes and got no token"
-        prefilling = sorted((request for request in kept if request.num_tokens - before[request] > 1), key=order)
+        remaining = {request: before[request][1] - before[request][0] for request in kept if request not in limited}
+        for request, tokens in remaining.items():
+            if tokens == 1:
+                if self.policy == "fifo":
+                    assert request in batch.requests, f"{request.request_id} decodes and got no token"
+                assert request.skipped_steps <= MAX_SKIPPED_STEPS, f"{request.request_id} starves"
+        prefilling = sorted((request for request, tokens in remaining.items() if tokens > 1), key=order)
         served = [request in batch.requests for request in prefilling]
+        if self.policy == "prefill_first" and not all(served):
+            decoding = [request for request in batch.requests if remaining.get(request) == 1]
+            assert all(self.skipped.get(request, 0) >= MAX_SKIPPED_STEPS for request in decoding)
         assert served == sorted(served, reverse=True), "a prefill was overtaken"
         admitted = sorted(after - before.keys(), key=order)
         if preempted:
@@ -240,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in self.engine.scheduler.live()
         )
         for _ in range(most):
-            if not self.engine.scheduler.has_work:
+            if not self.engine.scheduler.has_work and not self.engine.flights:
                 break
             self.engine.complete(self.schedule())
         assert not self.engine.scheduler.has_work, f"not done after {most} steps"
