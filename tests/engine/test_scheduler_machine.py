@@ -285,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.output_ids == expected[: request.num_output_tokens]
             if request not in self.gone:
                 assert request.finish_reason is FinishReason.LENGTH
-                full = request.num_tokens == self.engine.cache.max_tokens + 1
+                full = len(request.token_ids) == self.engine.cache.max_tokens + 1
                 assert full or request.num_output_tokens == request.params.max_new_tokens
 
 
