@@ -1,0 +1,193 @@
+"""Thousands of random events at a running engine: whoever survives has the tokens of a plain `generate()`.
+
+Two token ids are poison: one makes the model raise, the other makes every number that depends on it NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine import ContinuousBatchingManager, GenerationOutput, RequestStatus
+from tests.harness import check_whole, collect, core_of, running
+from tests.models import build_tiny, ref
+
+RAISES, IS_NAN = 510, 511
+MAX_NEW = 12
+HICCUP_EVERY = 157  # forward passes; far enough apart that what failed has run again before the next
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plenty": {},
+    "few blocks": {"num_blocks": 12, "max_batch_tokens": 24, "max_requests_per_batch": 6},
+    "few blocks, host": {"num_blocks": 12, "safety_margin": 0.0, "cpu_offload_space": 0.002},
+    "prefill first": {"scheduler_type": "prefill_first", "num_blocks": 20, "max_batch_tokens": 19},
+    "no sharing, small pages": {"allow_block_sharing": False, "page_size": 4, "num_blocks": 60},
+    "two steps in flight": {"num_blocks": 16, "max_batch_tokens": 40},
+}
+
+
+@dataclass
+class Asked:
+    """A request of the storm and what may become of it."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    outputs: list[GenerationOutput] = field(default_factory=list)
+    poisoned: bool = False
+    cancelled: bool = False
+
+
+class Storm:
+    def __init__(self, seed: int, manager: ContinuousBatchingManager, model: PreTrainedModel) -> None:
+        self.rng = random.Random(seed)
+        self.manager, self.model = manager, model
+        self.asked: dict[str, Asked] = {}
+        families = [[self.rng.randrange(500) for _ in range(48)] for _ in range(4)]
+        self.prompts = [
+            [*self.rng.choice(families)[: self.rng.randrange(48)], *self.rng.choices(range(500), k=self.rng.randint(1, 9))]
+            for _ in range(30)
+        ]
+
+    def blow(self, events: int) -> None:
+        kinds = [self.add] * 12 + [self.add_poisoned] * 2 + [self.cancel] * 3 + [self.pause, self.refused, self.take]
+        for _ in range(events):
+            self.rng.choice(kinds)()
+            while sum(not asked.outputs for asked in self.asked.values()) > 40:
+                self.take()
+
+    def add(self, **fields: Any) -> None:
+        prompt = self.rng.choice(self.prompts)
+        self._submit(Asked(prompt, self.rng.randint(1, MAX_NEW)))
+
+    def add_poisoned(self) -> None:
+        prompt = list(self.rng.choice(self.prompts))
+        prompt.insert(self.rng.randrange(len(prompt) + 1), self.rng.choice([RAISES, IS_NAN]))
+        self._submit(Asked(prompt, self.rng.randint(1, MAX_NEW), poisoned=True))
+
+    def _submit(self, asked: Asked) -> None:
+        n = self.rng.choice([1, 1, 1, 1, 2])
+        request_id = self.manager.add_request(
+            asked.prompt,
+            max_new_tokens=asked.max_new_tokens,
+            streaming=self.rng.random() < 0.3,
+            num_return_sequences=n,
+        )
+        assert request_id is not None
+        self.asked[request_id] = asked
+        for index in range(n - 1):
+            child = Asked(asked.prompt, asked.max_new_tokens, poisoned=asked.poisoned)
+            self.asked[f"{request_id}__child#{index}"] = child
+
+    def cancel(self) -> None:
+        if not self.asked:
+            return
+        recent = list(self.asked)[-20:]
+        request_id = self.rng.choice(recent)
+        for name in self.asked:
+            if name == request_id or name.startswith(f"{request_id}__child#"):
+                self.asked[name].cancelled = True
+        for _ in range(self.rng.choice([1, 1, 2])):
+            self.manager.cancel_request(request_id)
+
+    def pause(self) -> None:
+        with self.manager.pause(keep_cache=self.rng.random() < 0.5):
+            pass
+
+    def refused(self) -> None:
+        bad: list[tuple[list[int], dict[str, Any]]] = [
+            ([1] * 5000, {}),
+            ([], {}),
+            ([1, 512], {}),
+            ([1, 2], {"max_new_tokens": 0}),
+            ([1, 2], {"temperature": -1.0}),
+            ([1, 2], {"request_id": next(iter(self.asked))} if self._oldest_is_live() else {"top_p": 2.0}),
+        ]
+        prompt, arguments = self.rng.choice(bad)
+        with pytest.raises(ValueError):
+            self.manager.add_request(prompt, **arguments)
+
+    def _oldest_is_live(self) -> bool:
+        return False
+
+    def take(self) -> None:
+        """The outcome of one request."""
+        open_ids = [request_id for request_id, asked in self.asked.items() if not asked.outputs]
+        if open_ids:
+            request_id = self.rng.choice(open_ids[:10])
+            self.asked[request_id].outputs += collect(self.manager, [request_id])
+
+    def check(self) -> dict[str, int]:
+        """Takes what is left and compares all; how many ended how."""
+        counts = dict.fromkeys(("finished", "failed", "cancelled"), 0)
+        for request_id, asked in self.asked.items():
+            if not asked.outputs:
+                asked.outputs += collect(self.manager, [request_id])
+            (output,) = asked.outputs
+            with pytest.raises(KeyError):
+                self.manager.get_result(request_id)  # there is no second terminal result
+            assert output.request_id == request_id
+            assert output.prompt_ids == asked.prompt
+            counts[output.status.name.lower()] += 1
+            if output.status is RequestStatus.FINISHED:
+                assert not asked.poisoned
+                assert output.generated_tokens == ref(self.model, asked.prompt, asked.max_new_tokens)
+            elif output.status is RequestStatus.FAILED:
+                assert asked.poisoned, output.error
+                assert output.error
+            else:
+                assert asked.cancelled
+        return counts
+
+
+def build_poisonous() -> PreTrainedModel:
+    """TINY that raises on one token id and computes NaN from another; it never generates either."""
+    model = build_tiny()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[IS_NAN] = float("nan")
+        model.lm_head.weight[[RAISES, IS_NAN]] = 0
+    calls = 0
+
+    def raise_now_and_then(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        nonlocal calls
+        (input_ids,) = inputs
+        if (input_ids == RAISES).any():
+            raise RuntimeError("poison")
+        calls += 1
+        if model.hiccups and calls % HICCUP_EVERY == 0:
+            raise RuntimeError("a hiccup of the device")
+
+    model.hiccups = True
+    model.get_input_embeddings().register_forward_pre_hook(raise_now_and_then)
+    return model
+
+
+def storm(seed: int, name: str, events: int) -> None:
+    model = build_poisonous()
+    with running(model, per_request_processors=True, **CONFIGS[name]) as manager:
+        core = core_of(manager)
+        core._overlap = name == "two steps in flight"
+        storm = Storm(seed, manager, model)
+        storm.blow(events)
+        model.hiccups = False
+        counts = storm.check()
+        if CONFIGS[name].get("num_blocks", 99) < 20:
+            assert core.scheduler.num_preemptions > 0
+    check_whole(core)
+    assert min(counts.values()) > 0, counts
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_survivors_of_a_storm_have_the_tokens_of_a_calm_day(name: str) -> None:
+    storm(1, name, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_many_long_storms(name: str, seed: int) -> None:
+    storm(seed, name, 1500)
