@@ -5,7 +5,9 @@ Owned by `KVCache`, which alone calls it. Knows nothing of requests, tokens or t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from engine.cache.prefix import BlockKey
 
 NULL_BLOCK = 0
 
@@ -16,20 +18,24 @@ class BlockPool:
     The free list is doubly linked through two arrays, with the null block as its two ends, so that a block leaves
     from the middle in O(1). A cached block (one with a hash) that nobody references waits at the list's tail and
     keeps its hash until `allocate` takes it from the head; a block without a hash is worth nothing to a later
-    request and is put at the head.
+    request and is put at the head. A hash here is any key that names the content, the layer group included.
+
+    Args:
+        on_evict: called with each cached block that `allocate` takes, and the hash it has just lost.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, BlockKey], None] | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, at least 1 is needed")
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._next = [*range(1, num_blocks + 1), NULL_BLOCK]
         self._previous = [num_blocks, *range(num_blocks)]
         self._references = [0] * (num_blocks + 1)
-        self._hashes: list[bytes | None] = [None] * (num_blocks + 1)
-        self._by_hash: dict[bytes, int] = {}
+        self._hashes: list[BlockKey | None] = [None] * (num_blocks + 1)
+        self._by_hash: dict[BlockKey, int] = {}
         self._num_free = num_blocks
-        self._num_freed = 0
+        self._num_revived = 0
 
     @property
     def num_free(self) -> int:
@@ -42,17 +48,17 @@ class BlockPool:
         return len(self._by_hash)
 
     @property
-    def num_freed(self) -> int:
-        """How often a block has become free since the start; unchanged means that no room was made."""
-        return self._num_freed
+    def num_revived(self) -> int:
+        """How often `acquire` has taken a free block since the start."""
+        return self._num_revived
 
     def references(self, block: int) -> int:
         return self._references[block]
 
-    def hash_of(self, block: int) -> bytes | None:
+    def hash_of(self, block: int) -> BlockKey | None:
         return self._hashes[block]
 
-    def lookup(self, block_hash: bytes) -> int | None:
+    def lookup(self, block_hash: BlockKey) -> int | None:
         """The block that holds the prefix of this hash, referenced or free."""
         return self._by_hash.get(block_hash)
 
@@ -68,8 +74,12 @@ class BlockPool:
         for _ in range(count):
             block = self._next[NULL_BLOCK]
             self._unlink(block)
-            self._forget_hash(block)
             self._references[block] = 1
+            block_hash = self._hashes[block]
+            if block_hash is not None:
+                self._forget_hash(block)
+                if self._on_evict is not None:
+                    self._on_evict(block, block_hash)
             blocks.append(block)
         return blocks
 
@@ -77,6 +87,7 @@ class BlockPool:
         """One more reference to a cached block; a free one is taken off the free list with its hash."""
         if self._references[block] == 0:
             self._unlink(block)
+            self._num_revived += 1
         self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -90,18 +101,18 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is released more often than it was taken")
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._num_freed += 1
                 self._link(block)
 
-    def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Makes a referenced block findable. The first block of a hash keeps it: later copies stay unhashed."""
+    def set_hash(self, block: int, block_hash: BlockKey) -> bool:
+        """Makes a referenced block findable; False if another is: the first block of a hash keeps it."""
         if self._references[block] <= 0:
             raise RuntimeError(f"block {block} is free and cannot be given a hash")
         if block_hash in self._by_hash:
-            return
+            return False
         self._forget_hash(block)
         self._hashes[block] = block_hash
         self._by_hash[block_hash] = block
+        return True
 
     def drop_hash(self, block: int) -> None:
         """Makes a block unfindable, whoever references it; nothing happens to one without a hash."""

@@ -1,57 +1,69 @@
 """The KV cache as the scheduler sees it: block tables of running requests and prefix hits for waiting ones.
 
-The only way to blocks. The scheduler calls it; the runner reads the block tables through the `ScheduledBatch`.
-Knows requests and token ids, but no tensors, budgets or order of requests.
+The only way to blocks. The scheduler calls it; the runner reads the block tables and the copies through the
+`ScheduledBatch`. Knows requests and token ids, but no tensors, budgets or order of requests.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
+from engine.cache import integrity
 from engine.cache.block_pool import NULL_BLOCK, BlockPool
-from engine.cache.host_tier import BlockCopies
-from engine.cache.prefix import block_hash, root_hash
+from engine.cache.entry import Entry, Refusal
+from engine.cache.groups import LayerGroup
+from engine.cache.host_tier import BlockCopies, HostTier
+from engine.cache.layout import Layout
+from engine.cache.prefix import BlockKey, root_hash
 from engine.request import Request
 
-
-@dataclass(slots=True)
-class _Entry:
-    """What the cache remembers of one live request.
-
-    Attributes:
-        table: its blocks; None while it holds none. A list given out is never cleared, only replaced.
-        hashes: of its leading full blocks, as many as were asked for so far.
-        hits: blocks found at the latest admission.
-        own_start, own_end: blocks [own_start, own_end) were written by the request itself, now or before it was
-            preempted.
-        refused: (blocks ever freed, reserve, hits) when it last did not fit.
-    """
-
-    root: bytes
-    table: list[int] | None = None
-    hashes: list[bytes] = field(default_factory=list)
-    own_start: int | None = None
-    own_end: int = 0
-    hashed_end: int = 0
-    refused: tuple[int, int, int] | None = None
+_ONE_GROUP = (LayerGroup((0,)),)
 
 
 class KVCache:
-    """Blocks of `page_size` tokens for requests, with sharing of equal prefixes unless `sharing` is False.
+    """Blocks of `page_size` tokens for requests: paged, in layer groups, shared by equal prefixes, kept on the host.
 
-    A block is hashed when the step that fills it is scheduled: rows of the same step may share it, since all K/V of a
-    step is written before any row attends. A step that fails must `unhash` what it was to fill.
+    A block holds one page of each layer of one group. In groups with a window a request holds the blocks that it can
+    still see and those of its next step; what lies wholly behind the window is given back, and its table says null.
+
+    A full block is hashed when the step that fills it is scheduled: rows of the same step may share it, since all K/V
+    of a step is written before any row attends. A block that nobody holds stays findable until its memory is needed;
+    with host slots it is then copied there, and comes back with the next hit. The copies that this takes are asked
+    for with `take_copies` for each batch that has rows, and run before it.
+
+    A step that fails must `unhash` what it was to fill and report its copies to `copies_failed`, and so must every
+    step launched after it.
+
+    Args:
+        num_blocks: usable blocks; the null block comes on top.
+        page_size: tokens per block.
+        groups: of the model's layers; one group without a window when None.
+        sharing: prefix caching; without it nothing is ever hashed or looked up.
+        max_step_tokens: tokens of one request in one step, at most.
+        host_slots: blocks that the host can keep.
+
+    Raises:
+        ValueError: a number is too small, or host slots without sharing, which could never be used.
     """
 
-    def __init__(self, num_blocks: int, page_size: int, sharing: bool = True) -> None:
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}, at least 1 is needed")
+    def __init__(
+        self, num_blocks: int, page_size: int, groups: Sequence[LayerGroup] | None = None, sharing: bool = True, *,
+        max_step_tokens: int = 2**30, host_slots: int = 0,
+    ) -> None:  # fmt: skip
+        self._layout = Layout(page_size, _ONE_GROUP if groups is None else groups, max_step_tokens)
+        if num_blocks < self._layout.num_groups:
+            raise ValueError(
+                f"num_blocks is {num_blocks}, but a token takes one in each of {self._layout.num_groups} layer groups"
+            )
+        if host_slots and not sharing:
+            raise ValueError("blocks on the host are found by prefix: host_slots needs sharing, or must be 0")
         self.page_size = page_size
         self.sharing = sharing
-        self._pool = BlockPool(num_blocks)
-        self._entries: dict[str, _Entry] = {}
+        self._max_tokens = self._layout.longest_request(num_blocks)
+        self._host = HostTier(host_slots)
+        self._pool = BlockPool(num_blocks, on_evict=self._host.store)
+        self._entries: dict[str, Entry] = {}
+        self._refusal: Refusal | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -68,135 +80,179 @@ class KVCache:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that a later request may hit, used or free."""
+        """Blocks on the device that a later request may hit, used or free."""
         return self._pool.num_cached
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks on the host that a later request may hit."""
+        return self._host.num_kept
+
+    @property
     def max_tokens(self) -> int:
-        """The longest request that fits when it has the cache to itself, in tokens."""
-        return self._pool.num_blocks * self.page_size
+        """The longest request that fits when it has the cache to itself, in tokens; `UNBOUNDED` when any does."""
+        return self._max_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        """Blocks of one group that so many tokens fill."""
+        return self._layout.blocks_for(num_tokens)
 
     def holds(self, request: Request) -> bool:
         """Whether the request has been admitted and not released since."""
         entry = self._entries.get(request.request_id)
-        return entry is not None and entry.table is not None
+        return entry is not None and entry.tables is not None
 
-    def table(self, request: Request) -> list[int]:
-        """The live block table of a running request: it only grows until the request is released.
+    def tables(self, request: Request) -> list[list[int]]:
+        """The live block tables of a running request, one a layer group.
+
+        They grow, and entries turn to the null block as they fall behind a window, until the request is released.
 
         Raises:
             KeyError: the request holds no blocks.
         """
-        entry = self._entries.get(request.request_id)
-        if entry is None or entry.table is None:
-            raise KeyError(f"request {request.request_id!r} holds no blocks")
-        return entry.table
+        _, tables = self._running(request)
+        return tables
 
-    def tables(self, request: Request) -> list[list[int]]:
-        """The live block tables of a running request, one a layer group. Raises as `table`."""
-        return [self.table(request)]
+    # Waiting requests
 
     def match(self, request: Request) -> int:
         """Length of the longest cached prefix in blocks; at least one known token is left over.
 
         Takes no block. Hashes are computed once and remembered until `free`.
         """
-        return len(self._find_hits(request, self._entry(request)))
+        return self._hit_length(request, self._entry(request))
 
     def admit(self, request: Request, reserve: int = 0) -> bool:
-        """Takes the hit blocks and new ones for all other known tokens, and sets `computed` to the tokens hit.
+        """Takes the hit blocks and those that its next step needs, and sets `computed` to the tokens hit.
+
+        There must be room for the most that its known tokens will need at any time, less the hits that running
+        requests hold anyway: in groups with a window only if its next step reaches the last token, since otherwise
+        the window moves on from what it shares.
 
         Args:
-            reserve: blocks that must stay free afterwards.
+            reserve: blocks that must be left beyond that.
 
         Returns:
-            False when it does not fit; then nothing is taken. Asking again costs O(1) until room was made or the
-            prefix got longer.
+            False when it does not fit; then nothing is taken. Asking again for the request refused last costs O(1)
+            until room was made or its prefix got longer.
         """
         entry = self._entry(request)
-        if entry.table is not None:
+        if entry.tables is not None:
             raise RuntimeError(f"request {request.request_id!r} already holds blocks")
-        if self._is_still_refused(request, entry, reserve):
+        if self._is_still_refused(request, reserve):
             return False
-        hits = self._find_hits(request, entry)
-        total = self.blocks_for(request.num_tokens)
-        free_hits = sum(self._pool.references(block) == 0 for block in hits)
-        if total - len(hits) + free_hits + reserve > self._pool.num_free:
-            entry.refused = (self._pool.num_freed, reserve, len(hits))
+        length = self._hit_length(request, entry)
+        room = self._room_for(request, entry, length) + reserve
+        if room > self._pool.num_free:
+            hashes = frozenset(entry.hashes[: self._max_hits(request)])
+            until = room + self._pool.num_revived
+            self._refusal = Refusal(request, request.num_tokens, reserve, until, hashes)
             return False
-        for block in hits:
-            self._pool.acquire(block)
-        entry.table = hits + self._pool.allocate(total - len(hits))
-        entry.own_start = len(hits) if entry.own_start is None else min(entry.own_start, len(hits))
-        request.computed = len(hits) * self.page_size
-        entry.hashed_end = len(hits)
+        request.computed = length * self.page_size
+        self._take(request, entry, length)
+        entry.note_admitted(length)
         if request.cached_tokens is None:
             request.cached_tokens = min(request.computed, request.num_prompt_tokens)
         return True
 
+    # Running requests
+
     def grow(self, request: Request) -> bool:
-        """Blocks for all known tokens of a running request; False, and nothing taken, when too few are free."""
-        table = self.table(request)
-        missing = self.blocks_for(request.num_tokens) - len(table)
-        if missing > self._pool.num_free:
+        """Gives back what lies behind a window, and takes what the next step can need.
+
+        Returns:
+            False when too few blocks are free; then none is taken.
+        """
+        entry, tables = self._running(request)
+        if request.num_tokens <= entry.enough_tokens and request.computed < entry.enough_computed:
+            return True
+        layout = self._layout
+        for group in layout.windowed_groups:
+            start, first = entry.firsts[group], layout.first(group, request.computed)
+            behind = tables[group][start:first]
+            tables[group][start:first] = [NULL_BLOCK] * len(behind)
+            entry.firsts[group] = first
+            self._pool.release(behind)
+        ends = [layout.end(group, request.computed, request.num_tokens) for group in range(layout.num_groups)]
+        missing = [max(0, end - len(table)) for table, end in zip(tables, ends, strict=True)]
+        if sum(missing) > self._pool.num_free:
             return False
-        if missing > 0:
-            table += self._pool.allocate(missing)
+        for table, count in zip(tables, missing, strict=True):
+            table += self._allocate(count)
+        self._note_enough(entry, tables)
         return True
 
-    def mark_scheduled(self, request: Request, start: int, end: int) -> list[int]:
-        """Hashes the blocks that tokens [start, end) of a running request complete."""
-        end = min(end, len(request.token_ids))
-        entry = self._entry(request)
-        first, last = entry.hashed_end, end // self.page_size
+    def mark_scheduled(self, request: Request, end: int) -> list[int]:
+        """Hashes the full blocks of a running request that its tokens up to `end` complete, as far as they are known.
+
+        A block whose last token was not known when it was scheduled gets its hash the next time.
+
+        Returns:
+            The blocks that got a hash; if the step fails they must lose it with `unhash`.
+        """
+        entry, tables = self._running(request)
+        first, last = entry.hashed_end, min(end, len(request.token_ids)) // self.page_size
         if first >= last or not self.sharing:
             return []
-        entry.hashed_end = last
-        entry, table = self._entry(request), self.table(request)
+        hashed = []
         for index in range(first, last):
-            self._pool.set_hash(table[index], self._hash(request, entry, index))
-        entry.own_end = max(entry.own_end, last)
-        return table[first:last]
-
-    def unhash(self, blocks: Iterable[int]) -> None:
-        """Undoes `mark_scheduled`, which returned `blocks`, for a step that failed, whoever holds them now."""
-        for block in blocks:
-            self._pool.drop_hash(block)
-
-    def take_copies(self) -> BlockCopies | None:
-        return None
-
-    def copies_failed(self, copies: BlockCopies) -> None:
-        raise NotImplementedError
-
-    def unhash_own(self, request: Request) -> None:
-        """Makes unfindable what the request has ever written itself; prefixes that others had written stay."""
-        entry = self._entries.get(request.request_id)
-        if entry is None or entry.own_start is None:
-            return
-        for own_hash in entry.hashes[entry.own_start : entry.own_end]:
-            block = self._pool.lookup(own_hash)
-            if block is not None:
-                self._pool.drop_hash(block)
+            own_hash = entry.hash(request.token_ids, index, self.page_size)
+            for group, table in enumerate(tables):
+                if table[index] != NULL_BLOCK and self._set_hash(table[index], (group, own_hash)):
+                    hashed.append(table[index])
+        entry.note_hashed(last)
+        self._host.expect(hashed)
+        return hashed
 
     def release(self, request: Request) -> None:
-        """Gives the blocks of a preempted request back; they stay findable until reused, the longest prefix first."""
+        """Gives the blocks of a preempted request back; they stay findable until reused, the first ones longest."""
         entry = self._entries.get(request.request_id)
-        if entry is not None and entry.table is not None:
-            self._pool.release(reversed(entry.table))
-            entry.table = None
+        if entry is None or entry.tables is None:
+            return
+        tables, entry.tables = entry.tables, None
+        order = reversed(range(max(map(len, tables))))
+        self._pool.release(
+            [table[index] for index in order for table in tables if index < len(table) and table[index] != NULL_BLOCK]
+        )
 
     def free(self, request: Request) -> None:
         """Gives back what the request holds, if anything, and forgets it."""
         self.release(request)
         self._entries.pop(request.request_id, None)
+        if self._refusal is not None and self._refusal.request is request:
+            self._refusal = None
+
+    # Steps
+
+    def take_copies(self) -> BlockCopies | None:
+        """What must be copied between device and host before the next step; None when nothing. Each is told once."""
+        return self._host.take()
+
+    def unhash(self, blocks: Iterable[int]) -> None:
+        """Undoes `mark_scheduled`, which returned `blocks`, for a step that failed, whoever holds them now."""
+        written = set(blocks)
+        for key in [*map(self._pool.hash_of, written), *self._host.pending_keys(written)]:
+            self._forget(key)
+
+    def copies_failed(self, copies: BlockCopies) -> None:
+        """Forgets what these copies were to bring, for a step that failed: nobody knows whether they ran."""
+        filled = {block for _, block in copies.from_host}
+        for block in filled:
+            self._pool.drop_hash(block)
+        for key in [*(self._host.key_in(slot) for _, slot in copies.to_host), *self._host.pending_keys(filled)]:
+            self._forget(key)
+
+    def unhash_own(self, request: Request) -> None:
+        """Makes unfindable what the request has ever written itself; prefixes that others had written stay."""
+        entry = self._entries.get(request.request_id)
+        for own_hash in entry.own_hashes if entry is not None else ():
+            for group in range(self._layout.num_groups):
+                self._forget((group, own_hash))
 
     def reset(self) -> None:
         """Forgets every prefix. Running requests keep their blocks, and those that they fill later can be hit."""
         self._pool.drop_all_hashes()
+        self._host.drop_all()
 
     def check_integrity(self, live: Iterable[Request]) -> None:
         """Raises RuntimeError naming what is broken. O(blocks); for tests and idle moments.
@@ -204,71 +260,107 @@ class KVCache:
         Args:
             live: every request that may be known to the cache.
         """
-        self._pool.check_integrity()
-        requests = {request.request_id: request for request in live}
-        unknown = self._entries.keys() - requests.keys()
-        if unknown:
-            raise RuntimeError(f"requests that ended are still known: {sorted(unknown)}")
-        counts: Counter[int] = Counter()
-        seen: dict[int, tuple[int, list[int]]] = {}
-        for request_id, entry in self._entries.items():
-            if entry.table is None:
-                continue
-            request, table = requests[request_id], entry.table
-            if len(set(table)) != len(table) or NULL_BLOCK in table:
-                raise RuntimeError(f"the block table of {request_id!r} repeats a block or holds the null block")
-            if len(table) < self.blocks_for(request.computed):
-                raise RuntimeError(f"{request_id!r} has {request.computed} tokens in {len(table)} blocks")
-            counts.update(table)
-            for index, block in enumerate(table):
-                prefix = request.token_ids[: (index + 1) * self.page_size]
-                shared = seen.setdefault(block, (index, prefix))
-                if shared[0] != index or shared[1][: len(prefix)] != prefix[: len(shared[1])]:
-                    raise RuntimeError(f"block {block} is shared by requests of different prefixes, one {request_id!r}")
-        for block in range(1, self.num_blocks + 1):
-            if counts[block] != self._pool.references(block):
-                raise RuntimeError(
-                    f"block {block} is in {counts[block]} tables, its count is {self._pool.references(block)}"
-                )
+        integrity.check(self._pool, self._host, self._layout, self._entries, live)
 
-    def _entry(self, request: Request) -> _Entry:
+    # Inside
+
+    def _entry(self, request: Request) -> Entry:
         entry = self._entries.get(request.request_id)
         if entry is None:
-            entry = self._entries[request.request_id] = _Entry(root_hash(request.salt))
+            entry = self._entries[request.request_id] = Entry(root_hash(request.salt))
         return entry
 
-    def _find_hits(self, request: Request, entry: _Entry) -> list[int]:
-        hits: list[int] = []
-        if self.sharing:
-            for index in range(self._max_hits(request)):
-                block = self._pool.lookup(self._hash(request, entry, index))
-                if block is None:
-                    break
-                hits.append(block)
-        return hits
+    def _running(self, request: Request) -> tuple[Entry, list[list[int]]]:
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.tables is None:
+            raise KeyError(f"request {request.request_id!r} holds no blocks")
+        return entry, entry.tables
 
     def _max_hits(self, request: Request) -> int:
-        """One known token must be left to compute, so that there is something to sample from."""
+        """One token must be left to compute, so that there is something to sample from."""
         return (request.num_tokens - 1) // self.page_size
 
-    def _is_still_refused(self, request: Request, entry: _Entry, reserve: int) -> bool:
-        """Whether nothing has happened since the last refusal that could have made the request fit.
+    def _hit_length(self, request: Request, entry: Entry) -> int:
+        if not self.sharing or request.needs_prompt_logprobs:
+            return 0
 
-        Others taking or evicting blocks never helps; only a block that became free, or one more hit, can.
-        """
-        if entry.refused is None or entry.refused[:2] != (self._pool.num_freed, reserve):
-            return False
-        hits = entry.refused[2]
+        def has(group: int, index: int) -> bool:
+            key = group, entry.hash(request.token_ids, index, self.page_size)
+            return self._pool.lookup(key) is not None or key in self._host
+
+        return self._layout.longest_hit(self._max_hits(request), has)
+
+    def _room_for(self, request: Request, entry: Entry, length: int) -> int:
+        """Blocks that must be free to admit a request with a hit of `length` blocks. A shorter hit never needs less."""
+        layout, computed = self._layout, length * self.page_size
+        room = layout.need(computed, request.num_tokens)
+        moves_on = layout.blocks_for(computed + layout.max_step_tokens) < layout.blocks_for(request.num_tokens)
+        for group in layout.full_groups if moves_on else range(layout.num_groups):
+            for own_hash in entry.hashes[layout.first(group, computed) : length]:
+                block = self._pool.lookup((group, own_hash))
+                room -= block is not None and self._pool.references(block) > 0
+        return room
+
+    def _is_still_refused(self, request: Request, reserve: int) -> bool:
+        refusal = self._refusal
         return (
-            not self.sharing
-            or hits >= self._max_hits(request)
-            or self._pool.lookup(self._hash(request, entry, hits)) is None
+            refusal is not None
+            and refusal.request is request
+            and (refusal.num_tokens, refusal.reserve) == (request.num_tokens, reserve)
+            and self._pool.num_free + self._pool.num_revived < refusal.missing_until
         )
 
-    def _hash(self, request: Request, entry: _Entry, index: int) -> bytes:
-        hashes, size = entry.hashes, self.page_size
-        while len(hashes) <= index:
-            begin = len(hashes) * size
-            parent = hashes[-1] if hashes else entry.root
-            hashes.append(block_hash(parent, request.token_ids[begin : begin + size]))
-        return hashes[index]
+    def _take(self, request: Request, entry: Entry, length: int) -> None:
+        """Fills the tables of a request that was found to fit, with a hit of `length` blocks.
+
+        Hits are secured before anything is allocated, which may evict both from the device and from the host.
+        """
+        layout, tables, missing = self._layout, [], []
+        entry.firsts = [layout.first(group, request.computed) for group in range(layout.num_groups)]
+        for group, first in enumerate(entry.firsts):
+            table = [NULL_BLOCK] * layout.end(group, request.computed, request.num_tokens)
+            for index in range(first, len(table)):
+                key = (group, entry.hashes[index]) if index < length else None
+                block = None if key is None else self._pool.lookup(key)
+                if block is not None:
+                    self._pool.acquire(block)
+                    table[index] = block
+                    continue
+                if key is not None:
+                    self._host.pin(key)
+                missing.append((table, index, key))
+            tables.append(table)
+        for block, (table, index, key) in zip(self._allocate(len(missing)), missing, strict=True):
+            table[index] = block
+            if key is not None:
+                self._host.fill(block, key)
+                self._set_hash(block, key)
+        entry.tables = tables
+        self._note_enough(entry, tables)
+
+    def _note_enough(self, entry: Entry, tables: list[list[int]]) -> None:
+        layout = self._layout
+        entry.enough_tokens = min(map(len, tables)) * self.page_size
+        entry.enough_computed = min(layout.behind_at(group, first) for group, first in enumerate(entry.firsts))
+
+    def _allocate(self, count: int) -> list[int]:
+        blocks = self._pool.allocate(count)
+        self._host.reused(blocks)
+        return blocks
+
+    def _set_hash(self, block: int, key: BlockKey) -> bool:
+        """Makes a block findable, which may be what the request refused last is waiting for."""
+        if not self._pool.set_hash(block, key):
+            return False
+        if self._refusal is not None and key[1] in self._refusal.hashes:
+            self._refusal = None
+        return True
+
+    def _forget(self, key: BlockKey | None) -> None:
+        """On the device and on the host: what was copied from one to the other is no better."""
+        if key is None:
+            return
+        block = self._pool.lookup(key)
+        if block is not None:
+            self._pool.drop_hash(block)
+        self._host.drop(key)

@@ -13,6 +13,8 @@ from hashlib import blake2b
 
 HASH_BYTES = 16
 
+BlockKey = tuple[int, bytes]  # (layer group, hash): what a cached block holds
+
 _KEY = os.urandom(32)
 
 

@@ -254,7 +254,7 @@ class Scheduler:
         batch.starts.append(start)
         batch.counts.append(count)
         batch.block_tables.append(self.cache.tables(request))
-        batch.hashed += self.cache.mark_scheduled(request, start, end)
+        batch.hashed += self.cache.mark_scheduled(request, end)
         request.computed = end
         request.unknown += is_last
         request.skipped_steps = 0

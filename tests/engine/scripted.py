@@ -1,5 +1,6 @@
 """A runner without a model: it "writes" to every slot which token prefix belongs there, and "attends" by checking
-that each slot of a row's context holds exactly its own prefix. Stale, unwritten or foreign pages cannot pass.
+that each slot that a row sees holds exactly its own prefix, in every layer group and whatever was copied to the host
+and back. Stale, unwritten or foreign pages cannot pass.
 
 Used by the cache and scheduler tests. The next token is a function of the token list, as with a real greedy model.
 """
@@ -9,6 +10,9 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
+from engine.cache.block_pool import NULL_BLOCK
+from engine.cache.groups import LayerGroup
+from engine.cache.host_tier import BlockCopies
 from engine.cache.kv_cache import KVCache
 from engine.request import FinishReason, Request
 from engine.sampling.params import SamplingParams
@@ -16,7 +20,10 @@ from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
 
 VOCAB = 3
-GARBAGE = -1
+GARBAGE = (-1, -1)
+FULL = (LayerGroup((0,)),)
+
+Page = dict[int, tuple[tuple[int, int], Request]]  # slot -> (layer group and prefix written there, who wrote it)
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -54,11 +61,13 @@ class Requests:
 
 
 class Pages:
-    """The K/V memory: (block, slot) -> (prefix written there, who wrote it)."""
+    """The K/V memory, on the device and on the host."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, groups: Sequence[LayerGroup] = FULL) -> None:
         self.page_size = page_size
-        self.slots: dict[tuple[int, int], tuple[int, Request]] = {}
+        self.windows = [group.window for group in groups]
+        self.device: dict[int, Page] = {}
+        self.host: dict[int, Page] = {}
         self.sampled: dict[Request, list[int]] = {}  # tokens that only the device knows so far
         self._prefixes: dict[tuple[object, int], int] = {}
         self._paths: dict[Request, list[int]] = {}
@@ -75,42 +84,61 @@ class Pages:
         """All tokens, those included whose ids the host does not know yet."""
         return request.token_ids + self.sampled.get(request, [])
 
-    def write(self, request: Request, table: Sequence[int], start: int, end: int, garbage: bool = False) -> None:
+    def write(
+        self, request: Request, tables: Sequence[Sequence[int]], start: int, end: int, garbage: bool = False
+    ) -> None:
         path = self.path(request)
-        for position in range(start, end):
-            slot = table[position // self.page_size], position % self.page_size
-            self.slots[slot] = (GARBAGE if garbage else path[position], request)
+        for group, table in enumerate(tables):
+            for position in range(start, end):
+                block, slot = table[position // self.page_size], position % self.page_size
+                assert block != NULL_BLOCK, f"{request.request_id} writes position {position} to the null block"
+                content = GARBAGE if garbage else (group, path[position])
+                self.device.setdefault(block, {})[slot] = content, request
 
-    def attend(self, request: Request, table: Sequence[int], end: int) -> None:
+    def attend(self, request: Request, tables: Sequence[Sequence[int]], start: int, end: int) -> None:
+        """Reads all that the queries at [start, end) see: in a group with a window not what lies behind it."""
         path = self.path(request)
-        for position in range(end):
-            block, slot = table[position // self.page_size], position % self.page_size
-            found, writer = self.slots.get((block, slot), (None, None))
-            assert found == path[position], (
-                f"{request.request_id} at position {position} reads slot {slot} of block {block}: "
-                f"{found} by {writer and writer.request_id} instead of {path[position]}"
-            )
+        for group, (table, window) in enumerate(zip(tables, self.windows, strict=True)):
+            for position in range(0 if window is None else max(0, start - window + 1), end):
+                block, slot = table[position // self.page_size], position % self.page_size
+                found, writer = self.device.get(block, {}).get(slot, (None, None))
+                assert found == (group, path[position]), (
+                    f"{request.request_id} at position {position} of group {group} reads slot {slot} of block {block}: "
+                    f"{found} by {writer and writer.request_id} instead of {path[position]}"
+                )
+
+    def copy(self, copies: BlockCopies | None, garbage: bool = False) -> None:
+        """Between device and host, in the order that is promised. With garbage nonsense arrives."""
+        if copies is None:
+            return
+        for block, slot in copies.to_host:
+            self.host[slot] = _spoilt(self.device.get(block, {}), garbage)
+        for slot, block in copies.from_host:
+            self.device[block] = _spoilt(self.host.get(slot, {}), garbage)
 
     def run(self, batch: ScheduledBatch, garbage: bool = False) -> None:
-        """All rows write, then all rows attend. With garbage they write nonsense and nobody attends: a crash."""
-        rows = list(
-            zip(batch.requests, (tables[0] for tables in batch.block_tables), batch.starts, batch.counts, strict=True)
-        )
-        for request, table, start, count in rows:
-            self.write(request, table, start, start + count, garbage)
+        """Copies, then all rows write, then all rows attend. With garbage nonsense is written and nobody attends."""
+        self.copy(batch.copies, garbage)
+        rows = list(zip(batch.requests, batch.block_tables, batch.starts, batch.counts, strict=True))
+        for request, tables, start, count in rows:
+            self.write(request, tables, start, start + count, garbage)
         if not garbage:
-            for request, table, start, count in rows:
-                self.attend(request, table, start + count)
+            for request, tables, start, count in rows:
+                self.attend(request, tables, start, start + count)
 
     def spoil_all(self) -> None:
-        for slot, (_, who) in self.slots.items():
-            self.slots[slot] = (GARBAGE, who)
+        for page in [*self.device.values(), *self.host.values()]:
+            page.update(_spoilt(page, True))
 
     def spoil(self, writer: Request, in_use: set[int]) -> None:
-        """Turns to garbage all that a request has written in blocks that no other request uses."""
-        for slot, (_, who) in list(self.slots.items()):
-            if who is writer and slot[0] not in in_use:
-                self.slots[slot] = (GARBAGE, writer)
+        """Turns to garbage all that a request has written, but for device blocks that another request uses."""
+        for page in [page for block, page in self.device.items() if block not in in_use] + [*self.host.values()]:
+            page.update({slot: (GARBAGE, who) for slot, (_, who) in page.items() if who is writer})
+
+
+def _spoilt(page: Page, garbage: bool) -> Page:
+    """A copy of a page, or what is left of it in a crash."""
+    return {slot: (GARBAGE if garbage else content, who) for slot, (content, who) in page.items()}
 
 
 class Engine:
@@ -118,13 +146,16 @@ class Engine:
 
     def __init__(
         self, num_blocks: int, page_size: int, *, budget: int = 512, max_requests: int = 8, margin: float = 0.0,
-        sharing: bool = True, policy: str = "fifo", overlap: bool = False,
+        sharing: bool = True, policy: str = "fifo", overlap: bool = False, groups: Sequence[LayerGroup] = FULL,
+        host_slots: int = 0,
     ) -> None:  # fmt: skip
-        self.cache = KVCache(num_blocks, page_size, sharing)
+        self.cache = KVCache(
+            num_blocks, page_size, groups, sharing, max_step_tokens=budget, host_slots=host_slots if sharing else 0
+        )
         self.scheduler = Scheduler(
             self.cache, max_batch_tokens=budget, max_requests=max_requests, safety_margin=margin, policy=policy
         )
-        self.pages = Pages(page_size)
+        self.pages = Pages(page_size, groups)
         self.new = Requests()
         self.overlap = overlap
         self.flights: list[ScheduledBatch] = []  # launched, results not taken
@@ -174,14 +205,15 @@ class Engine:
         """What the core does with a batch that raises; the requests that are to blame."""
         self.end_outgrown(batch)
         self.pages.run(batch, garbage=True)
-        if batch and self.scheduler.is_suspect(batch.requests[0]):
-            (request,) = batch.requests
-            self.fail(request)
-            return [request]
+        was_suspect = bool(batch) and self.scheduler.is_suspect(batch.requests[0])
         for failed in [*self.flights, batch]:
             self.scheduler.on_step_failed(failed)
         self.flights.clear()
         self.pages.sampled.clear()
+        if was_suspect:
+            (request,) = batch.requests
+            self.fail(request)
+            return [request]
         self.cache.check_integrity(self.scheduler.live())
         return []
 
@@ -197,8 +229,8 @@ class Engine:
             request.finish_reason = FinishReason.LENGTH
 
     def blocks_in_use(self) -> set[int]:
-        live = self.scheduler.live()
-        return {block for request in live if self.cache.holds(request) for block in self.cache.table(request)}
+        running = [request for request in self.scheduler.live() if self.cache.holds(request)]
+        return {block for request in running for table in self.cache.tables(request) for block in table}
 
     def drain(self, each: Callable[[ScheduledBatch], None] | None = None) -> None:
         """Steps until nothing is left; every step must bring something on."""

@@ -1,4 +1,4 @@
-"""The KV cache facade without a scheduler: block tables, prefix hits, salts, what loses its hash; layer groups."""
+"""The KV cache facade without a scheduler: block tables, prefix hits, salts, what loses its hash."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.cache import kv_cache as kv_cache_module
-from engine.cache.groups import plan_groups
+from engine.cache import entry as entry_module
 from engine.cache.kv_cache import KVCache
 from engine.cache.prefix import HASH_BYTES, block_hash, root_hash
 from engine.request import Request
@@ -21,17 +20,21 @@ def new() -> Requests:
     return Requests()
 
 
-def compute(cache: KVCache, request: Request, count: int | None = None) -> None:
-    """Schedules `count` of the remaining tokens, all by default."""
+def compute(cache: KVCache, request: Request, count: int | None = None) -> list[int]:
+    """Schedules `count` of the remaining tokens, all by default; the blocks that got a hash."""
     start = request.computed
     request.computed = request.num_tokens if count is None else start + count
-    cache.mark_scheduled(request, start, request.computed)
+    return cache.mark_scheduled(request, request.computed)
 
 
 def filled(cache: KVCache, request: Request) -> Request:
     assert cache.admit(request)
     compute(cache, request)
     return request
+
+
+def table(cache: KVCache, request: Request, group: int = 0) -> list[int]:
+    return cache.tables(request)[group]
 
 
 def hits(cache: KVCache, prompt: Sequence[int], salt: bytes = b"") -> int:
@@ -70,7 +73,7 @@ def test_admission_takes_blocks_for_all_known_tokens(new: Requests, page_size: i
     for length in (1, page_size, page_size + 1, 2 * page_size - 1, 2 * page_size):
         request = new(range(length))
         assert cache.admit(request)
-        assert len(cache.table(request)) == -(-length // page_size) == cache.num_used_blocks
+        assert len(table(cache, request)) == -(-length // page_size) == cache.num_used_blocks
         cache.free(request)
         cache.check_integrity([])
     assert cache.num_free_blocks == 100
@@ -79,7 +82,7 @@ def test_admission_takes_blocks_for_all_known_tokens(new: Requests, page_size: i
 def test_growth_takes_a_block_at_each_page_border_only(new: Requests) -> None:
     cache = KVCache(3, PAGE)
     request = filled(cache, new(range(PAGE)))
-    table = cache.table(request)
+    first_table = table(cache, request)
     used = []
     for token in range(2 * PAGE):
         request.token_ids.append(token)
@@ -87,7 +90,7 @@ def test_growth_takes_a_block_at_each_page_border_only(new: Requests) -> None:
         compute(cache, request)
         used.append(cache.num_used_blocks)
     assert used == [2] * PAGE + [3] * PAGE
-    assert cache.table(request) is table, "a table given to the runner grows in place"
+    assert table(cache, request) is first_table, "a table given to the runner grows in place"
     request.token_ids.append(0)
     assert not cache.grow(request)
     assert cache.num_used_blocks == 3
@@ -136,7 +139,7 @@ def test_without_sharing_nothing_is_hashed(new: Requests, monkeypatch: pytest.Mo
     def refuse(*_: object) -> bytes:
         raise AssertionError("a block was hashed")
 
-    monkeypatch.setattr(kv_cache_module, "block_hash", refuse)
+    monkeypatch.setattr(entry_module, "block_hash", refuse)
     cache = KVCache(20, PAGE, sharing=False)
     filled(cache, new(range(16)))
     again = new(range(16))
@@ -144,6 +147,45 @@ def test_without_sharing_nothing_is_hashed(new: Requests, monkeypatch: pytest.Mo
     assert cache.admit(again)
     assert cache.num_cached_blocks == 0
     assert again.cached_tokens == 0
+
+
+def test_a_block_whose_last_token_is_not_known_is_hashed_the_next_time(new: Requests) -> None:
+    cache = KVCache(20, PAGE)
+    request = filled(cache, new(range(7)))
+    request.unknown = 1  # position 7 is being sampled
+    assert cache.grow(request)
+    assert compute(cache, request) == []
+    assert cache.num_cached_blocks == 1
+    request.token_ids.append(7)
+    assert cache.grow(request)
+    assert compute(cache, request) == table(cache, request)[1:2], "now it is known, and another one is being sampled"
+    assert hits(cache, range(9)) == 2
+    cache.check_integrity([request])
+
+
+def test_an_unknown_token_is_no_token_to_hit(new: Requests) -> None:
+    cache = KVCache(20, PAGE)
+    filled(cache, new(range(8)))
+    request = new(range(4))
+    assert cache.match(request) == 0
+    request.unknown = 1
+    assert cache.match(request) == 1, "the unknown one is left to compute"
+
+
+def test_a_request_that_wants_prompt_logprobs_computes_its_prompt(
+    new: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KVCache(20, PAGE)
+    filled(cache, new(range(16)))
+    monkeypatch.setattr(Request, "needs_prompt_logprobs", property(lambda request: request.request_id == "wants"))
+    request = new(range(16), request_id="wants")
+    assert cache.match(request) == 0
+    assert cache.admit(request)
+    assert request.computed == request.cached_tokens == 0
+    assert compute(cache, request) == [], "the first block of a hash keeps it"
+    other = new(range(16))
+    assert cache.admit(other)
+    assert other.computed == 12
 
 
 def test_each_block_is_hashed_once_and_a_refused_request_not_again(
@@ -155,7 +197,7 @@ def test_each_block_is_hashed_once_and_a_refused_request_not_again(
         calls.append(token_ids)
         return block_hash(parent, token_ids)
 
-    monkeypatch.setattr(kv_cache_module, "block_hash", counting)
+    monkeypatch.setattr(entry_module, "block_hash", counting)
     cache = KVCache(6, PAGE)
     running = filled(cache, new(range(16)))
     assert len(calls) == 4
@@ -169,6 +211,38 @@ def test_each_block_is_hashed_once_and_a_refused_request_not_again(
     assert len(calls) == 4 + 5
 
 
+def test_asking_again_for_a_refused_request_looks_nothing_up(new: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while others take, evict and give back blocks, as long as there cannot be enough."""
+    cache = KVCache(60, PAGE)
+    filled(cache, new(range(100, 180)))
+    cache.free(filled(cache, new(range(40))))
+    waiting = new(range(200))
+    assert not cache.admit(waiting)
+    lookups: list[object] = []
+    lookup = cache._pool.lookup
+    monkeypatch.setattr(cache._pool, "lookup", lambda key: lookups.append(key) or lookup(key))
+    for round_number in range(20):
+        other = new(range(1000 * round_number, 1000 * round_number + 12))
+        assert cache.admit(other)
+        compute(cache, other)
+        lookups.clear()
+        assert not cache.admit(waiting)
+        cache.free(other)
+        assert not cache.admit(waiting)
+        assert lookups == []
+    assert cache.match(waiting) < 10, "others have evicted some of its hits meanwhile"
+
+
+def test_a_refused_request_is_not_mistaken_for_another_of_its_name(new: Requests) -> None:
+    cache = KVCache(6, PAGE)
+    filled(cache, new(range(16)))
+    refused = new(range(100, 112), request_id="name")
+    assert not cache.admit(refused)
+    cache.free(refused)
+    again = new(range(12), request_id="name")
+    assert cache.admit(again), "two of its three blocks are hits"
+
+
 def test_a_refused_request_fits_once_its_prefix_has_got_longer(new: Requests) -> None:
     cache = KVCache(6, PAGE)
     first, second = new(range(16)), new(range(16))
@@ -178,7 +252,7 @@ def test_a_refused_request_fits_once_its_prefix_has_got_longer(new: Requests) ->
     assert not cache.admit(second), "one hit, three are needed"
     compute(cache, first, 4)
     assert cache.admit(second)
-    assert cache.table(second)[:2] == cache.table(first)[:2]
+    assert table(cache, second)[:2] == table(cache, first)[:2]
     assert cache.num_free_blocks == 0
     cache.check_integrity([first, second])
 
@@ -208,7 +282,7 @@ def test_admission_never_evicts_its_own_hits(new: Requests) -> None:
     again = new([*range(12), 77])
     assert cache.admit(again)
     assert again.computed == 12
-    assert len(set(cache.table(again))) == 4
+    assert len(set(table(cache, again))) == 4
 
 
 def test_the_beginning_of_a_prefix_lives_longest(new: Requests) -> None:
@@ -248,10 +322,11 @@ def test_a_failed_step_unhashes_what_it_was_to_write(new: Requests) -> None:
     cache = KVCache(8, PAGE)
     request = new(range(16))
     assert cache.admit(request)
-    compute(cache, request, 6)
-    compute(cache, request, 8)
+    assert compute(cache, request, 6) == table(cache, request)[:1]
+    hashed = compute(cache, request, 8)
+    assert hashed == table(cache, request)[1:3]
     assert hits(cache, range(17)) == 3
-    cache.unhash(cache.table(request), 6, 14)
+    cache.unhash(hashed)
     assert hits(cache, range(17)) == 1
     cache.check_integrity([request])
 
@@ -299,10 +374,10 @@ def test_a_request_failed_while_it_resumes_leaves_nothing_of_its_earlier_life(ne
 def test_what_a_request_wrote_before_a_preemption_is_its_own_even_behind_a_gap(new: Requests) -> None:
     cache = KVCache(12, PAGE)
     rotten = filled(cache, new(range(16)))
-    second_block = cache.table(rotten)[1]
+    second_block = table(cache, rotten)[1]
     cache.release(rotten)
     rotten.computed = 0
-    cache.unhash([second_block], 0, PAGE)
+    cache.unhash([second_block])
     assert cache.admit(rotten)
     assert rotten.computed == 4
     compute(cache, rotten, 4)
@@ -318,10 +393,10 @@ def test_a_copy_of_a_cached_block_does_not_replace_it(new: Requests) -> None:
     assert cache.admit(second)
     compute(cache, first)
     compute(cache, second)
-    assert not set(cache.table(first)) & set(cache.table(second))
+    assert not set(table(cache, first)) & set(table(cache, second))
     third = new(range(9))
     assert cache.admit(third)
-    assert cache.table(third)[:2] == cache.table(first)
+    assert table(cache, third)[:2] == table(cache, first)
     cache.check_integrity([first, second, third])
 
 
@@ -349,7 +424,7 @@ def test_misuse_is_an_error(new: Requests) -> None:
     cache = KVCache(4, PAGE)
     request = new(range(4))
     with pytest.raises(KeyError, match="holds no blocks"):
-        cache.table(request)
+        cache.tables(request)
     cache.admit(request)
     with pytest.raises(RuntimeError, match="already holds"):
         cache.admit(request)
@@ -367,17 +442,8 @@ def test_check_integrity_sees(new: Requests, fault: str) -> None:
         live = [first]
     else:
         live = [first, second]
-        cache.table(first).pop()
+        table(cache, first).pop()
         if fault == "foreign":
-            cache.table(first).append(cache.table(second)[-1])
+            table(cache, first).append(table(cache, second)[-1])
     with pytest.raises(RuntimeError):
         cache.check_integrity(live)
-
-
-def test_layers_of_full_attention_form_one_group() -> None:
-    (group,) = plan_groups([None] * 3)
-    assert group.layers == (0, 1, 2)
-    with pytest.raises(NotImplementedError, match="window"):
-        plan_groups([None, 16])
-    with pytest.raises(ValueError, match="no layers"):
-        plan_groups([])
