@@ -88,6 +88,8 @@ class EngineCore:
         """Append the sampled tokens and end what is complete."""
         outputs = []
         now = time.perf_counter()
+        for row, logprobs in result.prompt_logprobs.items():
+            batch.requests[row].add_prompt_logprobs(batch.starts[row] + 1, logprobs)
         for i, row in enumerate(batch.sampled):
             request = batch.requests[row]
             if i in result.errors:
@@ -97,6 +99,8 @@ class EngineCore:
             request.token_ids.append(token)
             if result.logprobs is not None and request.params.logprobs:
                 request.logprobs.append(result.logprobs[i])
+                if request.params.top_logprobs:
+                    request.top_logprobs.append([] if result.top_logprobs is None else result.top_logprobs[i])
             if request.record_timestamps:
                 request.timestamps.append(now)
             if (reason := _finish_reason(request, token)) is not None:
