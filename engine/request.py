@@ -116,6 +116,8 @@ class Request:
         Raises:
             ValueError: there is a gap before `start`, or they reach beyond the prompt.
         """
+        if not values:
+            return
         known = 1 + len(self.prompt_logprobs)  # the first token has none
         if not 1 <= start <= known or start + len(values) > self.num_prompt_tokens:
             raise ValueError(

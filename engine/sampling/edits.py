@@ -39,7 +39,7 @@ class LogitEdits:
         added: added one after the other.
         forced: (row, token ids int64 [n]) whose logits become 0, all others of the row -inf.
         banned: int64 [m] in the flattened logits, that become -inf.
-        allowed: (rows int64 [n], bool [n, vocab_size]); False becomes -inf.
+        excluded: (rows int64 [n] in ascending order, bool [n, vocab_size]); True becomes -inf.
     """
 
     biased: Sparse | None = None
@@ -47,7 +47,7 @@ class LogitEdits:
     added: list[Sparse] = field(default_factory=list)
     forced: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     banned: torch.Tensor | None = None
-    allowed: tuple[torch.Tensor, torch.Tensor] | None = None
+    excluded: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def apply(self, logits: torch.Tensor) -> None:
         """Make the changes in place: float32 [rows, vocab_size], contiguous, on any device."""
@@ -57,8 +57,8 @@ class LogitEdits:
             _add(flat, self.biased)
         if self.repeated is not None:
             where, penalty = _to(self.repeated.where, device), _to(self.repeated.values, device)
-            scores = flat[where]
-            flat[where] = torch.where(scores < 0, scores * penalty, scores / penalty)
+            scores = flat.index_select(0, where)
+            flat.scatter_(0, where, torch.where(scores < 0, scores * penalty, scores / penalty))
         for sparse in self.added:
             _add(flat, sparse)
         for row, ids in self.forced:
@@ -66,9 +66,12 @@ class LogitEdits:
             logits[row, _to(ids, device)] = 0.0
         if self.banned is not None:
             flat.index_fill_(0, _to(self.banned, device), NEVER)
-        if self.allowed is not None:
-            rows, masks = _to(self.allowed[0], device), _to(self.allowed[1], device)
-            logits[rows] = logits[rows].masked_fill_(~masks, NEVER)
+        if self.excluded is not None:
+            rows, excluded = _to(self.excluded[0], device), _to(self.excluded[1], device)
+            if len(rows) == len(logits):
+                logits.masked_fill_(excluded, NEVER)
+            else:
+                logits[rows] = logits[rows].masked_fill_(excluded, NEVER)
 
 
 class EditsBuilder:
@@ -87,7 +90,7 @@ class EditsBuilder:
         self._logit_bias = _SparseBuilder(vocab_size)
         self._banned = _SparseBuilder(vocab_size)
         self._forced: list[tuple[int, torch.Tensor]] = []
-        self._allowed: dict[int, npt.NDArray[np.bool_]] = {}
+        self._excluded: dict[int, npt.NDArray[np.bool_]] = {}
 
     def add(self, row: int, request: Request) -> None:
         """Collect the edits of a request's row; its `token_ids` must all be known."""
@@ -103,9 +106,8 @@ class EditsBuilder:
         if request.num_output_tokens == _begin(request):
             self._ban(row, params.begin_suppress_tokens)
         if params.allowed_token_ids is not None:
-            mask = np.zeros(self._vocab_size, np.bool_)
-            mask[list(params.allowed_token_ids)] = True
-            self._allowed[row] = mask
+            self._excluded[row] = np.ones(self._vocab_size, np.bool_)
+            self._excluded[row][list(params.allowed_token_ids)] = False
         if params.constraint is not None:
             try:
                 self._constrain(row, params.constraint.allowed(request.output_ids))
@@ -116,18 +118,18 @@ class EditsBuilder:
         """Everything that was collected; None when that is nothing."""
         added = [sparse for one in (self._penalties, self._logit_bias) if (sparse := one.build()) is not None]
         banned = self._banned.build()
-        allowed = None
-        if self._allowed:
-            allowed = torch.tensor(list(self._allowed)), torch.from_numpy(np.stack(list(self._allowed.values())))
+        excluded = None
+        if self._excluded:
+            excluded = torch.tensor(list(self._excluded)), torch.from_numpy(np.stack(list(self._excluded.values())))
         edits = LogitEdits(
             biased=self._biased.build(),
             repeated=self._repeated.build(),
             added=added,
             forced=self._forced,
             banned=None if banned is None else banned.where,
-            allowed=allowed,
+            excluded=excluded,
         )
-        empty = edits.biased is edits.repeated is edits.banned is edits.allowed is None and not added + self._forced
+        empty = edits.biased is edits.repeated is edits.banned is edits.excluded is None and not added + self._forced
         return None if empty else edits
 
     def _change(self, row: int, request: Request) -> None:
@@ -161,9 +163,9 @@ class EditsBuilder:
         if answer is None:
             return
         check_mask(answer)
-        mask = np.zeros(self._vocab_size, np.bool_)
-        mask[: len(answer)] = answer[: self._vocab_size]
-        self._allowed[row] = mask & self._allowed[row] if row in self._allowed else mask
+        excluded = np.ones(self._vocab_size, np.bool_)
+        excluded[: len(answer)] = ~answer[: self._vocab_size]
+        self._excluded[row] = excluded | self._excluded[row] if row in self._excluded else excluded
 
 
 class _SparseBuilder:
@@ -200,7 +202,7 @@ def _begin(request: Request) -> int:
 
 def _add(flat: torch.Tensor, sparse: Sparse) -> None:
     where = _to(sparse.where, flat.device)
-    flat[where] = flat[where] + _to(sparse.values, flat.device)
+    flat.scatter_(0, where, flat.index_select(0, where) + _to(sparse.values, flat.device))
 
 
 def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

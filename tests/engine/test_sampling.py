@@ -27,9 +27,10 @@ from engine.sampling.processors import Choice
 from engine.sampling.sampler import Sampler, SamplingPlan
 
 
-def request(position: int = 0, prompt: int = 3, **params: Any) -> Request:
-    token_ids = [0] * (prompt + position)
-    return Request("r", token_ids, prompt, SamplingParams(**({"max_new_tokens": 10**6} | params)))
+def request(position: int = 0, prompt: int = 3, token_ids: Sequence[int] = (), **params: Any) -> Request:
+    """A request with `position` tokens generated; `token_ids` are prompt and output."""
+    known = list(token_ids) or [0] * (prompt + position)
+    return Request("r", known, len(known) - position, SamplingParams(**({"max_new_tokens": 10**6} | params)))
 
 
 def sampled(position: int = 0, **params: Any) -> Request:
@@ -341,9 +342,25 @@ def rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[Request]]:
             "min_new_tokens": st.sampled_from([0, 5]),
             "eos_token_ids": st.sampled_from([(), (0,), (0, 2)]),
             "logprobs": st.booleans(),
-        }
+            "raw_logprobs": st.booleans(),
+            "top_logprobs": st.integers(0, 4),
+        },
+        optional={
+            "repetition_penalty": st.sampled_from([0.7, 2.0]),
+            "frequency_penalty": st.sampled_from([-1.0, 2.0]),
+            "presence_penalty": st.sampled_from([-1.0, 2.0]),
+            "logit_bias": st.just(((0, -3.0), (2, 1.0))),
+            "bad_words_ids": st.just(((1,), (0, 2))),
+            "allowed_token_ids": st.just((0, 2)),
+            "no_repeat_ngram_size": st.integers(1, 3),
+            "sequence_bias": st.just((((1, 2), 4.0), ((0,), -2.0))),
+            "suppress_tokens": st.just((0,)),
+            "begin_suppress_tokens": st.just((2,)),
+            "forced_bos_token_id": st.just(1),
+        },
     )
-    return logits, [request(draw(st.integers(0, 9)), **draw(parameters)) for _ in range(count)]
+    tokens = st.lists(st.integers(0, 2), min_size=9, max_size=12)
+    return logits, [request(draw(st.integers(0, 8)), token_ids=draw(tokens), **draw(parameters)) for _ in range(count)]
 
 
 @settings(max_examples=60)
@@ -352,13 +369,17 @@ def test_O12_a_row_is_the_same_alone_and_in_any_batch(
     batch: tuple[torch.Tensor, list[Request]], order: random.Random
 ) -> None:
     logits, requests = batch
+    sampler = Sampler(logits.shape[1])
 
-    def outcome(chosen: list[int]) -> list[tuple[int, float, bool]]:
-        tokens, logprobs, bad = sample(logits[chosen], [requests[i] for i in chosen])
-        scores = [0.0] * len(chosen) if logprobs is None else logprobs.tolist()
-        asked = [score if requests[i].params.logprobs else 0.0 for i, score in zip(chosen, scores, strict=True)]
-        wrong = bad.tolist()
-        return [(token, 0.0 if w else score, w) for token, score, w in zip(tokens.tolist(), asked, wrong, strict=True)]
+    def outcome(chosen: list[int]) -> list[tuple[int, float, list[tuple[int, float]], bool]]:
+        output = sampler(logits[chosen].clone(), sampler.plan([requests[i] for i in chosen])).read()
+        found = []
+        for row, i in enumerate(chosen):
+            asks = requests[i].params.logprobs and row not in output.errors
+            score = output.logprobs[row] if asks and output.logprobs is not None else 0.0
+            top = output.top_logprobs[row] if output.top_logprobs is not None else []
+            found.append((output.token_ids[row], score, top, row in output.errors))
+        return found
 
     everyone = list(range(len(requests)))
     together = outcome(everyone)
