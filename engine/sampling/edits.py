@@ -116,21 +116,19 @@ class EditsBuilder:
 
     def build(self) -> LogitEdits | None:
         """Everything that was collected; None when that is nothing."""
-        added = [sparse for one in (self._penalties, self._logit_bias) if (sparse := one.build()) is not None]
-        banned = self._banned.build()
-        excluded = None
-        if self._excluded:
-            excluded = torch.tensor(list(self._excluded)), torch.from_numpy(np.stack(list(self._excluded.values())))
+        builders = (self._biased, self._repeated, self._penalties, self._logit_bias, self._banned)
+        biased, repeated, penalties, logit_bias, banned = (each.build() for each in builders)
         edits = LogitEdits(
-            biased=self._biased.build(),
-            repeated=self._repeated.build(),
-            added=added,
+            biased=biased,
+            repeated=repeated,
+            added=[each for each in (penalties, logit_bias) if each is not None],
             forced=self._forced,
             banned=None if banned is None else banned.where,
-            excluded=excluded,
         )
-        empty = edits.biased is edits.repeated is edits.banned is edits.excluded is None and not added + self._forced
-        return None if empty else edits
+        if self._excluded:
+            masks = np.stack(list(self._excluded.values()))
+            edits.excluded = torch.tensor(list(self._excluded)), torch.from_numpy(masks)
+        return edits if any(builders) or self._forced or self._excluded else None
 
     def _change(self, row: int, request: Request) -> None:
         """Edits that look at scores or at the tokens so far."""
@@ -179,8 +177,11 @@ class _SparseBuilder:
             self._where.append(ids + row * self._vocab_size)
             self._values.append(np.broadcast_to(np.asarray(values, np.float32), ids.shape))
 
+    def __bool__(self) -> bool:
+        return bool(self._where)
+
     def build(self) -> Sparse | None:
-        if not self._where:
+        if not self:
             return None
         return Sparse(torch.from_numpy(np.concatenate(self._where)), torch.from_numpy(np.concatenate(self._values)))
 
