@@ -179,9 +179,10 @@ class Sampler:
             tokens[rows] = choice.tokens
             if group.asked and logprobs is not None:
                 logprobs.add_choice(group.asked, group.at, scores, choice)
-        tokens.masked_fill_(bad, 0)
         if plan.raw and logprobs is not None:
             logprobs.add(plan.raw, raw, tokens[plan.raw.rows])
+            bad |= logprobs.chosen.isnan()  # the edits may have hidden what is wrong
+        tokens.masked_fill_(bad, 0)
         return Sampled(tokens, bad, logprobs, plan.certain, plan.errors)
 
     def _kind(self, params: SamplingParams) -> _Kind:

@@ -48,6 +48,8 @@ def theirs(
 ) -> torch.Tensor:
     merged, _ = model._prepare_generation_config(copy.deepcopy(config))
     merged.max_length = len(prompt) + config.max_new_tokens
+    if config.min_new_tokens is not None:
+        merged.min_length = len(prompt) + config.min_new_tokens  # as generate() does
     model._prepare_special_tokens(merged, device="cpu")
     chain = model._get_logits_processor(
         merged, input_ids_seq_length=len(prompt), encoder_input_ids=torch.tensor([prompt]), device="cpu"

@@ -151,6 +151,14 @@ class TestRaw:
             == run(logits, [request(seed=i, **fields) if i % 3 else request(0) for i in range(6)]).token_ids
         )
 
+    def test_scores_that_are_wrong_where_the_edits_hide_it(self) -> None:
+        logits = normal(2, 60)
+        logits[0, 3] = math.nan
+        fields: dict[str, Any] = {"suppress_tokens": (3,), "logprobs": True, "raw_logprobs": True, "top_logprobs": 2}
+        output = run(logits, [request(**fields)] * 2)
+        assert list(output.errors) == [0] and output.top_logprobs is not None
+        assert [len(top) for top in output.top_logprobs] == [0, 2]
+
     def test_without_edits_they_are_those_of_the_processed_scores(self) -> None:
         logits = normal(2, 60)
         raw, processed = (request(logprobs=True, top_logprobs=4, raw_logprobs=raw) for raw in (True, False))
