@@ -137,6 +137,8 @@ class EngineCore:
         """Append the sampled tokens and end what is complete. Requests that have left since are passed over."""
         outputs = []
         now = time.perf_counter()
+        for row, logprobs in result.prompt_logprobs.items():
+            batch.requests[row].add_prompt_logprobs(batch.starts[row] + 1, logprobs)
         for i, row in enumerate(batch.sampled):
             request = batch.requests[row]
             if not self.scheduler.is_live(request):
@@ -149,6 +151,8 @@ class EngineCore:
             request.token_ids.append(token)
             if result.logprobs is not None and request.params.logprobs:
                 request.logprobs.append(result.logprobs[i])
+                if request.params.top_logprobs:
+                    request.top_logprobs.append([] if result.top_logprobs is None else result.top_logprobs[i])
             if request.record_timestamps:
                 request.timestamps.append(now)
             if (reason := _finish_reason(request, token)) is not None:
@@ -162,6 +166,8 @@ class EngineCore:
         """A step raised: every request in flight runs once more, alone; one that fails alone is to blame."""
         batches = [flight.batch for flight in self._flights]
         self._flights.clear()
+        if not batches:
+            raise error  # no step raised: the engine itself is at fault
         if not self.scheduler.is_suspect(batches[0].requests[0]):
             count = len({request.request_id for batch in batches for request in batch.requests})
             logger.warning("a step failed, its %d requests run alone now: %r", count, error)

@@ -1,13 +1,13 @@
 """What leaves the core: `StepOutput` from the runner, `GenerationOutput` to callers.
 
-Snapshots never change: the token list they look into only grows, and each remembers its own length.
+Snapshots never change: the lists they look into only grow, and each snapshot remembers their lengths.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, Request, RequestStatus
+from engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -16,13 +16,17 @@ class StepOutput:
 
     Attributes:
         token_ids: one token per sampled row.
-        logprobs: log-probability of each under the processed scores; None when no row asked.
+        logprobs: log-probability of each, where its request asks for them; None when none does.
         errors: rows (indices into token_ids) whose scores cannot be sampled, with the reason.
+        top_logprobs: the most likely tokens at each, (id, log-probability), most likely first; None when no row asks.
+        prompt_logprobs: by row of the batch, for the prompt tokens at positions starts[row] + 1 and on.
     """
 
     token_ids: list[int]
     logprobs: list[float] | None = None
     errors: dict[int, str] = field(default_factory=dict)
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class GenerationOutput:
@@ -38,10 +42,15 @@ class GenerationOutput:
 
     __slots__ = (
         "_logprobs",
+        "_num_logprobs",
         "_num_prompt",
+        "_num_prompt_logprobs",
+        "_num_timestamps",
         "_num_tokens",
+        "_prompt_logprobs",
         "_timestamps",
         "_token_ids",
+        "_top_logprobs",
         "cached_tokens",
         "created_time",
         "error",
@@ -62,8 +71,13 @@ class GenerationOutput:
         self._token_ids = request.token_ids
         self._num_prompt = request.num_prompt_tokens
         self._num_tokens = len(request.token_ids)
-        self._logprobs = request.logprobs if request.params.logprobs else None
+        # Counted apart: a request that was resumed has none of these for the tokens that were generated elsewhere.
+        self._logprobs, self._num_logprobs = request.logprobs, len(request.logprobs)
+        self._top_logprobs = request.top_logprobs
+        self._prompt_logprobs = request.prompt_logprobs if request.params.prompt_logprobs is not None else None
+        self._num_prompt_logprobs = len(request.prompt_logprobs)
         self._timestamps = request.timestamps if request.record_timestamps else None
+        self._num_timestamps = len(request.timestamps)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -84,12 +98,26 @@ class GenerationOutput:
 
     @property
     def logprobs(self) -> list[float]:
-        """One per generated token when asked for, else empty."""
-        return self._logprobs[: self.num_generated_tokens] if self._logprobs is not None else []
+        """One per generated token when asked for, else empty. Tokens given as `output_ids` have none."""
+        return self._logprobs[: self._num_logprobs]
+
+    @property
+    def top_logprobs(self) -> list[list[tuple[int, float]]]:
+        """With each of `logprobs` the most likely tokens, (id, log-probability), ties by id; empty when not asked for.
+
+        Tokens that cannot be chosen are left out, so a list may be shorter than asked.
+        """
+        return self._top_logprobs[: self._num_logprobs]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """One per prompt token, None for the first, when asked for, else empty. Shorter while, or if it ended while,
+        the prompt was being computed."""
+        return [] if self._prompt_logprobs is None else [None, *self._prompt_logprobs[: self._num_prompt_logprobs]]
 
     @property
     def timestamps(self) -> list[float] | None:
-        return None if self._timestamps is None else self._timestamps[: self.num_generated_tokens]
+        return None if self._timestamps is None else self._timestamps[: self._num_timestamps]
 
     def tokens_since(self, count: int) -> list[int]:
         """Generated tokens after the first `count`; costs only what it returns."""

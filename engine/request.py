@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.sampling.history import History
 
 
 class RequestStatus(enum.IntEnum):
@@ -37,6 +42,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probability of one token at its place, and the most likely ones there as (id, log-probability)."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence of tokens being generated.
@@ -54,6 +66,9 @@ class Request:
         unknown: tokens that launched steps are still sampling: they have no id yet. At most 1 a step in flight.
         skipped_steps: steps in a row that gave it nothing while it ran.
         cached_tokens: prompt tokens found in the prefix cache at first admission; None before that.
+        logprobs, top_logprobs: of each token generated here, as far as `params` asks for them.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
+        history: what the sampler keeps of the tokens; follows from `params` and `token_ids`.
     """
 
     request_id: str
@@ -73,6 +88,9 @@ class Request:
     error: str | None = None
     cached_tokens: int | None = None
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    history: History | None = field(default=None, repr=False)
     timestamps: list[float] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
     first_scheduled_time: float = -1.0
@@ -90,8 +108,25 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted and not complete: it must be computed, not looked up."""
-        return False
+        """Log-probabilities of the prompt are wanted and not complete: it must be computed, not looked up."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def add_prompt_logprobs(self, start: int, values: Sequence[TokenLogprobs]) -> None:
+        """Store those of the prompt tokens at positions `start`, `start + 1`, ...; known ones stay as they are.
+
+        Raises:
+            ValueError: there is a gap before `start`, or they reach beyond the prompt.
+        """
+        if not values:
+            return
+        known = 1 + len(self.prompt_logprobs)  # the first token has none
+        if not 1 <= start <= known or start + len(values) > self.num_prompt_tokens:
+            raise ValueError(
+                f"{len(values)} prompt log-probabilities from position {start} on; expected them from {known} on and "
+                f"up to {self.num_prompt_tokens - 1}"
+            )
+        self.prompt_logprobs.extend(values[known - start :])
 
     @property
     def remaining(self) -> int:

@@ -21,11 +21,9 @@ from engine.ops.interface import Ops
 from engine.outputs import StepOutput
 from engine.request import Request
 from engine.sampling.params import SamplingParams
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampled, Sampler
 from engine.scheduling.batch import ScheduledBatch
 from engine.settings import Settings
-
-_BAD_SCORES = "no token can be chosen: the model's scores hold NaN or infinity, or every token is excluded"
 
 
 class Pending:
@@ -41,10 +39,10 @@ class Pending:
     def __init__(self, requests: list[Request], logits: torch.Tensor) -> None:
         self.requests = requests
         self.logits = logits
-        self._sampled: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None = None
+        self._sampled: Sampled | None = None
 
-    def set_sampled(self, token_ids: torch.Tensor, logprobs: torch.Tensor | None, bad: torch.Tensor) -> None:
-        self._sampled = (token_ids, logprobs, bad)
+    def set_sampled(self, sampled: Sampled) -> None:
+        self._sampled = sampled
 
     def result(self) -> StepOutput:
         """Waits for the device and returns the tokens.
@@ -56,9 +54,7 @@ class Pending:
             return StepOutput([])
         if self._sampled is None:
             raise RuntimeError("result() before sample()")
-        token_ids, logprobs, bad = self._sampled
-        errors: dict[int, str] = dict.fromkeys(bad.nonzero().flatten().tolist(), _BAD_SCORES)
-        return StepOutput(token_ids.tolist(), None if logprobs is None else logprobs.tolist(), errors)
+        return self._sampled.read()
 
 
 class ModelRunner:
@@ -119,7 +115,7 @@ class ModelRunner:
         logits = pending.logits
         if masks is not None:
             logits = logits.masked_fill(~masks.to(self._device), float("-inf"))
-        pending.set_sampled(*self._sampler(logits, self._sampler.plan(pending.requests)))
+        pending.set_sampled(self._sampler(logits, self._sampler.plan(pending.requests)))
 
     def probe(self) -> None:
         """Runs the model on one throw-away token that leaves the cache alone; raises what the model raises."""

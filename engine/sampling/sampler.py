@@ -13,14 +13,19 @@ from enum import Enum
 import numpy as np
 import torch
 
+from engine.outputs import StepOutput
 from engine.request import Request
 from engine.sampling import processors
+from engine.sampling.edits import EditsBuilder, LogitEdits
+from engine.sampling.logprobs import LogprobRows, StepLogprobs
 from engine.sampling.params import SamplingParams
+from engine.sampling.processors import Choice
 from engine.sampling.random import uniform
 
 _GREEDY_TEMPERATURE = 1e-5  # below it rounding decides between near ties: take the most likely token
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # float32 divides by these without 0/0 or inf/inf
 _MAX_PARTIAL_TOP_K = 1024  # from here on sorting whole rows costs little more
+_BAD_SCORES = "no token can be chosen: the model's scores hold NaN or infinity, or every token is excluded"
 
 
 class _Kind(Enum):
@@ -35,7 +40,11 @@ class _Kind(Enum):
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows of one kind: rows, top_k int64 [n]; temperature, top_p, min_p, uniform float64 [n]. On the CPU."""
+    """Rows of one kind: rows, top_k int64 [n]; temperature, top_p, min_p, uniform float64 [n]. On the CPU.
+
+    `asked` holds those that ask for log-probabilities of the scores they are drawn from, `at` where in the group they
+    are.
+    """
 
     rows: torch.Tensor
     temperature: torch.Tensor
@@ -43,6 +52,8 @@ class RowGroup:
     top_p: torch.Tensor
     min_p: torch.Tensor
     uniform: torch.Tensor
+    asked: LogprobRows = field(default_factory=LogprobRows)
+    at: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -51,65 +62,97 @@ class SamplingPlan:
 
     Attributes:
         num_rows: rows of the logits.
+        edits: changes of the logits before anything is chosen; None when there are none.
         groups: rows that draw a random number, by kind.
-        scored: greedy rows whose log-probability is asked for, int64 [n]; None when there are none.
-        banned: (rows int64 [m], token ids int64 [m]) that cannot be chosen; None when there are none.
-        wants_logprobs: some row asks for log-probabilities.
+        raw: rows that ask for log-probabilities of the logits as they come from the model.
+        greedy: rows that take the most likely token and ask for log-probabilities of the edited logits.
+        certain: rows that ask, where sampling leaves one possible token: its log-probability is 0.
+        errors: rows that cannot be sampled, with the reason.
     """
 
     num_rows: int
+    edits: LogitEdits | None = None
     groups: dict[_Kind, RowGroup] = field(default_factory=dict)
-    scored: torch.Tensor | None = None
-    banned: tuple[torch.Tensor, torch.Tensor] | None = None
-    wants_logprobs: bool = False
+    raw: LogprobRows = field(default_factory=LogprobRows)
+    greedy: LogprobRows = field(default_factory=LogprobRows)
+    certain: LogprobRows = field(default_factory=LogprobRows)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.raw or self.greedy or self.certain or any(group.asked for group in self.groups.values()))
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The outcome of one step, on the device of the logits.
+
+    Attributes:
+        token_ids: int64 [rows].
+        bad: bool [rows], True where the scores hold NaN or +inf or allow no token; the token is then 0.
+        logprobs: None when no row asks.
+        certain: see `SamplingPlan`.
+        errors: rows that failed on the host, with the reason.
+    """
+
+    token_ids: torch.Tensor
+    bad: torch.Tensor
+    logprobs: StepLogprobs | None
+    certain: LogprobRows
+    errors: dict[int, str]
+
+    def read(self) -> StepOutput:
+        """The outcome on the host. Waits for the device."""
+        token_ids = self.token_ids.tolist()
+        errors: dict[int, str] = dict.fromkeys(self.bad.nonzero().flatten().tolist(), _BAD_SCORES) | self.errors
+        if self.logprobs is None:
+            return StepOutput(token_ids, errors=errors)
+        top = self.logprobs.top_lists()
+        for row, count in zip(self.certain.rows, self.certain.counts, strict=True):
+            top[row] = [(token_ids[row], 0.0)][:count]
+        lists = [[] if row in errors else top.get(row, []) for row in range(len(token_ids))]
+        return StepOutput(token_ids, self.logprobs.chosen.tolist(), errors, lists if any(lists) else None)
 
 
 class Sampler:
     """Chooses one token per row.
 
-    A row's token depends on its logits, its request's parameters and the number of tokens generated so far, and on
-    nothing else of the batch.
+    A row's token depends on its logits, its request's parameters and the tokens so far, and on nothing else of the
+    batch.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def plan(self, requests: Sequence[Request]) -> SamplingPlan:
-        """Plan for logits whose row i belongs to requests[i]; read again by no one after this call."""
+        """Plan for logits whose row i belongs to requests[i], all of whose tokens are known.
+
+        The requests are not read after this call. It may bring their `history` up to date.
+        """
         plan = SamplingPlan(len(requests))
+        edits = EditsBuilder(self.vocab_size)
         drawn: dict[_Kind, list[int]] = {}
-        scored: list[int] = []
-        banned: list[tuple[int, int]] = []
         for row, request in enumerate(requests):
             params = request.params
-            plan.wants_logprobs |= params.logprobs
-            if request.num_output_tokens < params.min_new_tokens:
-                banned.extend((row, token) for token in params.ending_ids if token < self.vocab_size)
+            if params.edits_logits or request.num_output_tokens < params.min_new_tokens:
+                edits.add(row, request)
             kind = self._kind(params)
             if kind is not _Kind.ARGMAX:
                 drawn.setdefault(kind, []).append(row)
-            elif params.logprobs and not params.do_sample:
-                scored.append(row)
+            if params.logprobs and params.raw_logprobs:
+                plan.raw.add(row, params.top_logprobs)
+            elif params.logprobs and kind is _Kind.ARGMAX:
+                (plan.certain if params.do_sample else plan.greedy).add(row, params.top_logprobs)
         plan.groups = {kind: self._group(requests, rows) for kind, rows in drawn.items()}
-        if scored:
-            plan.scored = torch.tensor(scored)
-        if banned:
-            plan.banned = torch.tensor([r for r, _ in banned]), torch.tensor([token for _, token in banned])
+        plan.edits, plan.errors = edits.build(), edits.errors
         return plan
 
-    def __call__(
-        self, logits: torch.Tensor, plan: SamplingPlan
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def __call__(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
         """Choose.
 
         Args:
             logits: floating [rows, vocab_size], on any device; may be overwritten.
             plan: of the same rows.
-
-        Returns:
-            token ids int64 [rows]; log-probabilities under the processed scores float32 [rows], valid where the
-            request asks for them, or None when none does; bool [rows], True where the scores hold NaN or +inf or
-            allow no token (the row's token is then 0).
 
         Raises:
             ValueError: the shape of the logits is not that of the plan.
@@ -118,26 +161,29 @@ class Sampler:
             raise ValueError(
                 f"logits have shape {tuple(logits.shape)}; the plan is for {plan.num_rows} rows of {self.vocab_size}"
             )
-        logits = logits.float()
-        device = logits.device
-        if plan.banned is not None:
-            rows, banned = plan.banned
-            logits[rows.to(device), banned.to(device)] = float("-inf")
+        logits = logits.float().contiguous()
+        logprobs = StepLogprobs(plan.num_rows, logits.device) if plan.wants_logprobs else None
+        raw = logits[plan.raw.rows] if plan.raw else logits
+        if plan.edits is not None:
+            plan.edits.apply(logits)
         best, tokens = logits.max(dim=-1)
         bad = ~best.isfinite()
-        logprobs = torch.zeros(plan.num_rows, device=device) if plan.wants_logprobs else None
-        if plan.scored is not None and logprobs is not None:
-            rows = plan.scored.to(device)
-            scores = logits if len(rows) == plan.num_rows else logits[rows]
-            logprobs[rows] = scores.log_softmax(-1).gather(1, tokens[rows, None]).squeeze(1)
+        if plan.greedy and logprobs is not None:
+            scores = logits if len(plan.greedy.rows) == plan.num_rows else logits[plan.greedy.rows]
+            logprobs.add(plan.greedy, scores, tokens[plan.greedy.rows])
         for kind, group in plan.groups.items():
-            rows = group.rows.to(device)
+            rows = group.rows.to(logits.device)
             scores = logits if len(rows) == plan.num_rows else logits[rows]
-            scores = _scale(scores, best[rows], group.temperature.to(device))
-            tokens[rows], chosen_logprobs = _choose(kind, group, scores)
-            if logprobs is not None:
-                logprobs[rows] = chosen_logprobs
-        return tokens.masked_fill_(bad, 0), logprobs, bad
+            scores = _scale(scores, best[rows], group.temperature.to(logits.device))
+            choice = _choose(kind, group, scores)
+            tokens[rows] = choice.tokens
+            if group.asked and logprobs is not None:
+                logprobs.add_choice(group.asked, group.at, scores, choice)
+        if plan.raw and logprobs is not None:
+            logprobs.add(plan.raw, raw, tokens[plan.raw.rows])
+            bad |= logprobs.chosen.isnan()  # the edits may have hidden what is wrong
+        tokens.masked_fill_(bad, 0)
+        return Sampled(tokens, bad, logprobs, plan.certain, plan.errors)
 
     def _kind(self, params: SamplingParams) -> _Kind:
         if not params.do_sample or params.top_k == 1 or params.temperature < _GREEDY_TEMPERATURE:
@@ -152,6 +198,7 @@ class Sampler:
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
         seeds = np.array([p.seed for p in params], dtype=np.uint64)
         positions = np.array([request.num_output_tokens for request in chosen], dtype=np.int64)
+        at = [i for i, p in enumerate(params) if p.logprobs and not p.raw_logprobs]
         return RowGroup(
             rows=torch.tensor(rows),
             temperature=temperature.clamp_(_MIN_TEMPERATURE, _MAX_TEMPERATURE),
@@ -159,6 +206,8 @@ class Sampler:
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64),
             uniform=torch.from_numpy(uniform(seeds, positions)),
+            asked=LogprobRows([rows[i] for i in at], [params[i].top_logprobs for i in at]),
+            at=at,
         )
 
 
@@ -167,11 +216,12 @@ def _scale(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) 
     return logits.sub_(best[:, None]).div_(temperature.to(logits.dtype)[:, None])
 
 
-def _choose(kind: _Kind, group: RowGroup, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(kind: _Kind, group: RowGroup, scores: torch.Tensor) -> Choice:
     device = scores.device
     top_p, min_p, draw = group.top_p.to(device), group.min_p.to(device), group.uniform.to(device)
     if kind is _Kind.VOCABULARY:
-        return processors.choose_in_vocabulary_order(scores, min_p, draw)
+        some = min_p if bool((group.min_p > 0).any()) else None
+        return processors.choose_in_vocabulary_order(scores, some, draw, keep_scores=bool(group.asked))
     if kind is _Kind.NUCLEUS:
         return processors.choose_from_nucleus(scores, top_p, min_p, draw)
     choose = processors.choose_from_top_k if kind is _Kind.TOP_K else processors.choose_from_all_sorted

@@ -49,7 +49,10 @@ class Storm:
         self.asked: dict[str, Asked] = {}
         families = [[self.rng.randrange(500) for _ in range(48)] for _ in range(4)]
         self.prompts = [
-            [*self.rng.choice(families)[: self.rng.randrange(48)], *self.rng.choices(range(500), k=self.rng.randint(1, 9))]
+            [
+                *self.rng.choice(families)[: self.rng.randrange(48)],
+                *self.rng.choices(range(500), k=self.rng.randint(1, 9)),
+            ]
             for _ in range(30)
         ]
 

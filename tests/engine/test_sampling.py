@@ -23,32 +23,41 @@ from transformers import (
 from engine.request import Request
 from engine.sampling import processors
 from engine.sampling.params import SamplingParams
-from engine.sampling.sampler import Sampler
+from engine.sampling.processors import Choice
+from engine.sampling.sampler import Sampler, SamplingPlan
 
 
-def request(position: int = 0, prompt: int = 3, **params: Any) -> Request:
-    token_ids = [0] * (prompt + position)
-    return Request("r", token_ids, prompt, SamplingParams(**({"max_new_tokens": 10**6} | params)))
+def request(position: int = 0, prompt: int = 3, token_ids: Sequence[int] = (), **params: Any) -> Request:
+    """A request with `position` tokens generated; `token_ids` are prompt and output."""
+    known = list(token_ids) or [0] * (prompt + position)
+    return Request("r", known, len(known) - position, SamplingParams(**({"max_new_tokens": 10**6} | params)))
 
 
 def sampled(position: int = 0, **params: Any) -> Request:
     return request(position, do_sample=True, **params)
 
 
-def run(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+def sample(
+    logits: torch.Tensor, requests: Sequence[Request], plan: SamplingPlan | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Tokens, log-probabilities of the chosen ones and bad rows. The logits stay as they are."""
     sampler = Sampler(logits.shape[1])
-    tokens, _, bad = sampler(logits.clone(), sampler.plan(requests))
+    sampled = sampler(logits.clone(), sampler.plan(requests) if plan is None else plan)
+    return sampled.token_ids, None if sampled.logprobs is None else sampled.logprobs.chosen, sampled.bad
+
+
+def run(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    tokens, _, bad = sample(logits, requests)
     assert not bad.any()
     return tokens.tolist()
 
 
 def draw_at(logits: torch.Tensor, uniforms: Sequence[float], **params: Any) -> tuple[list[int], torch.Tensor]:
     """Tokens and log-probabilities of one row of logits at chosen values of the random number."""
-    sampler = Sampler(logits.shape[0])
-    plan = sampler.plan([sampled(logprobs=True, **params)] * len(uniforms))
+    plan = Sampler(logits.shape[0]).plan([sampled(logprobs=True, **params)] * len(uniforms))
     (group,) = plan.groups.values()
     group.uniform = torch.tensor(uniforms, dtype=torch.float64)
-    tokens, logprobs, bad = sampler(logits.expand(len(uniforms), -1).clone(), plan)
+    tokens, logprobs, bad = sample(logits.expand(len(uniforms), -1), [], plan)
     assert not bad.any()
     assert logprobs is not None
     return tokens.tolist(), logprobs
@@ -189,8 +198,7 @@ class TestGreedy:
     def test_O11_temperature_nearly_0(self, temperature: float, others: dict[str, Any]) -> None:
         logits = normal(30, 200).bfloat16()
         requests = [sampled(i, seed=i, temperature=temperature, logprobs=True, **others) for i in range(30)]
-        sampler = Sampler(200)
-        tokens, logprobs, bad = sampler(logits, sampler.plan(requests))
+        tokens, logprobs, bad = sample(logits, requests)
         assert tokens.tolist() == run(logits, [request()] * 30)
         assert logprobs is not None
         assert logprobs.tolist() == [0.0] * 30
@@ -215,9 +223,7 @@ class TestGreedy:
 class TestLogprobs:
     def test_greedy(self) -> None:
         logits = normal(8, 100)
-        sampler = Sampler(100)
-        requests = [request(logprobs=i % 2 == 0) for i in range(8)]
-        tokens, logprobs, _ = sampler(logits.clone(), sampler.plan(requests))
+        tokens, logprobs, _ = sample(logits, [request(logprobs=i % 2 == 0) for i in range(8)])
         expected = logits.log_softmax(-1).amax(-1)
         assert logprobs is not None
         torch.testing.assert_close(logprobs[::2], expected[::2])
@@ -225,8 +231,7 @@ class TestLogprobs:
         assert tokens.dtype == torch.int64
 
     def test_none_when_nobody_asks(self) -> None:
-        sampler = Sampler(100)
-        assert sampler(normal(2, 100), sampler.plan([request(), sampled()]))[1] is None
+        assert sample(normal(2, 100), [request(), sampled()])[1] is None
 
     def test_asking_changes_no_token(self) -> None:
         logits = normal(40, 2000)
@@ -245,17 +250,15 @@ class TestMinimumLength:
         assert run(logits.expand(4, -1), requests) == [5, 5, 3, 3]
 
     def test_logprob_is_of_the_masked_scores(self) -> None:
-        sampler = Sampler(3)
-        plan = sampler.plan([request(min_new_tokens=1, eos_token_ids=(0,), logprobs=True)])
-        tokens, logprobs, _ = sampler(torch.tensor([[9.0, 1.0, 1.0]]), plan)
+        asking = request(min_new_tokens=1, eos_token_ids=(0,), logprobs=True)
+        tokens, logprobs, _ = sample(torch.tensor([[9.0, 1.0, 1.0]]), [asking])
         assert tokens.tolist() == [1]
         assert logprobs is not None
         torch.testing.assert_close(logprobs, torch.tensor([-math.log(2)]))
 
     def test_nothing_left(self) -> None:
-        sampler = Sampler(2)
-        plan = sampler.plan([request(min_new_tokens=1, eos_token_ids=(0, 1)), request()])
-        tokens, _, bad = sampler(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), plan)
+        requests = [request(min_new_tokens=1, eos_token_ids=(0, 1)), request()]
+        tokens, _, bad = sample(torch.tensor([[1.0, 2.0], [1.0, 2.0]]), requests)
         assert (tokens.tolist(), bad.tolist()) == ([0, 1], [True, False])
 
 
@@ -266,10 +269,9 @@ class TestBadRows:
         logits = normal(2 * len(SETTINGS) + 2, vocab)
         requests = [sampled(seed=i, logprobs=True, **SETTINGS[i // 2]) for i in range(2 * len(SETTINGS))]
         requests += [request(logprobs=True), request(logprobs=True)]
-        sampler = Sampler(vocab)
-        clean_tokens, clean_logprobs, _ = sampler(logits.clone(), sampler.plan(requests))
+        clean_tokens, clean_logprobs, _ = sample(logits, requests)
         logits[::2, vocab // 2] = value
-        tokens, logprobs, bad = sampler(logits, sampler.plan(requests))
+        tokens, logprobs, bad = sample(logits, requests)
         assert bad.tolist() == [True, False] * (len(requests) // 2)
         assert tokens[::2].tolist() == [0] * (len(requests) // 2)
         assert torch.equal(tokens[1::2], clean_tokens[1::2])
@@ -279,8 +281,7 @@ class TestBadRows:
 
     @pytest.mark.parametrize("params", SETTINGS)
     def test_all_minus_infinity(self, params: dict[str, Any]) -> None:
-        sampler = Sampler(8)
-        tokens, _, bad = sampler(torch.full((2, 8), -math.inf), sampler.plan([sampled(**params), request()]))
+        tokens, _, bad = sample(torch.full((2, 8), -math.inf), [sampled(**params), request()])
         assert (tokens.tolist(), bad.tolist()) == ([0, 0], [True, True])
 
     def test_shape(self) -> None:
@@ -290,8 +291,7 @@ class TestBadRows:
                 sampler(torch.zeros(shape), sampler.plan([request(), request()]))
 
     def test_no_rows(self) -> None:
-        sampler = Sampler(8)
-        tokens, logprobs, bad = sampler(torch.zeros(0, 8), sampler.plan([]))
+        tokens, logprobs, bad = sample(torch.zeros(0, 8), [])
         assert (tokens.shape, logprobs, bad.shape) == ((0,), None, (0,))
 
 
@@ -342,9 +342,25 @@ def rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[Request]]:
             "min_new_tokens": st.sampled_from([0, 5]),
             "eos_token_ids": st.sampled_from([(), (0,), (0, 2)]),
             "logprobs": st.booleans(),
-        }
+            "raw_logprobs": st.booleans(),
+            "top_logprobs": st.integers(0, 4),
+        },
+        optional={
+            "repetition_penalty": st.sampled_from([0.7, 2.0]),
+            "frequency_penalty": st.sampled_from([-1.0, 2.0]),
+            "presence_penalty": st.sampled_from([-1.0, 2.0]),
+            "logit_bias": st.just(((0, -3.0), (2, 1.0))),
+            "bad_words_ids": st.just(((1,), (0, 2))),
+            "allowed_token_ids": st.just((0, 2)),
+            "no_repeat_ngram_size": st.integers(1, 3),
+            "sequence_bias": st.just((((1, 2), 4.0), ((0,), -2.0))),
+            "suppress_tokens": st.just((0,)),
+            "begin_suppress_tokens": st.just((2,)),
+            "forced_bos_token_id": st.just(1),
+        },
     )
-    return logits, [request(draw(st.integers(0, 9)), **draw(parameters)) for _ in range(count)]
+    tokens = st.lists(st.integers(0, 2), min_size=9, max_size=12)
+    return logits, [request(draw(st.integers(0, 8)), token_ids=draw(tokens), **draw(parameters)) for _ in range(count)]
 
 
 @settings(max_examples=60)
@@ -355,13 +371,15 @@ def test_O12_a_row_is_the_same_alone_and_in_any_batch(
     logits, requests = batch
     sampler = Sampler(logits.shape[1])
 
-    def outcome(chosen: list[int]) -> list[tuple[int, float, bool]]:
-        plan = sampler.plan([requests[i] for i in chosen])
-        tokens, logprobs, bad = sampler(logits[chosen].clone(), plan)
-        scores = [0.0] * len(chosen) if logprobs is None else logprobs.tolist()
-        asked = [score if requests[i].params.logprobs else 0.0 for i, score in zip(chosen, scores, strict=True)]
-        wrong = bad.tolist()
-        return [(token, 0.0 if w else score, w) for token, score, w in zip(tokens.tolist(), asked, wrong, strict=True)]
+    def outcome(chosen: list[int]) -> list[tuple[int, float, list[tuple[int, float]], bool]]:
+        output = sampler(logits[chosen].clone(), sampler.plan([requests[i] for i in chosen])).read()
+        found = []
+        for row, i in enumerate(chosen):
+            asks = requests[i].params.logprobs and row not in output.errors
+            score = output.logprobs[row] if asks and output.logprobs is not None else 0.0
+            top = output.top_logprobs[row] if output.top_logprobs is not None else []
+            found.append((output.token_ids[row], score, top, row in output.errors))
+        return found
 
     everyone = list(range(len(requests)))
     together = outcome(everyone)
@@ -387,6 +405,11 @@ def test_partial_selection_is_as_good_as_sorting_everything(scale: float, ties: 
     nucleus = processors.choose_from_nucleus(scores.clone(), top_p, min_p, uniform)
     top = processors.choose_from_top_k(scores.clone(), top_k, top_p, min_p, uniform)
     for found, limit in ((nucleus, everything), (top, top_k)):
-        tokens, logprobs = processors.choose_from_all_sorted(scores.clone(), limit, top_p, min_p, uniform)
-        assert torch.equal(found[0], tokens)
-        torch.testing.assert_close(found[1], logprobs, atol=1e-6, rtol=0)
+        sorted_choice = processors.choose_from_all_sorted(scores.clone(), limit, top_p, min_p, uniform)
+        assert torch.equal(found.tokens, sorted_choice.tokens)
+        assert torch.equal(found.kept, sorted_choice.kept)
+        torch.testing.assert_close(logprob(scores, found), logprob(scores, sorted_choice), atol=1e-6, rtol=0)
+
+
+def logprob(scores: torch.Tensor, choice: Choice) -> torch.Tensor:
+    return scores.gather(1, choice.tokens[:, None]).squeeze(1) - choice.log_total

@@ -26,9 +26,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     chosen = []
     while missing:
         start = min(missing)
-        candidates = [
-            {name: rng.randrange(len(factors[name])) for name in names} | dict(start) for _ in range(50)
-        ]
+        candidates = [{name: rng.randrange(len(factors[name])) for name in names} | dict(start) for _ in range(50)]
         best = max(candidates, key=lambda candidate: len(missing & _pairs(names, candidate)))
         missing -= _pairs(names, best)
         chosen.append({name: factors[name][index] for name, index in best.items()})
