@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from engine.settings import available_memory
+from engine.memory import available_memory
 
 logger = logging.getLogger(__name__)
 
