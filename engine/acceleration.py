@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from engine.config import ContinuousBatchingConfig, WorkloadHints
@@ -25,16 +24,16 @@ _Q_PADDING, _KV_PADDING = 64, 16384
 _LEVEL_MODES = {1: "default", 2: "max-autotune-no-cudagraphs", 3: "max-autotune-no-cudagraphs"}
 _RECORDING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: they record CUDA graphs themselves
 _DEFAULT_MODE = "reduce-overhead"  # what a CompileConfig has that names none
-_FLASH_PACKAGES = ("flash_attn_interface", "flash_attn")
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device, with the attention that will run on it, can do.
+    """What a device, with the attention that runs on it, can do.
 
     Attributes:
         graphs: record steps and replay them.
-        block_tables: a kernel for one-token rows that reads the cache through block tables of a fixed width.
+        block_tables: a kernel for one-token rows that reads the cache through block tables. Without it decode-only
+            steps of fixed shapes are possible, but worth it only where they are replayed.
         flash: attention is FlashAttention.
     """
 
@@ -43,14 +42,9 @@ class Capabilities:
     flash: bool = False
 
     @classmethod
-    def of(cls, facts: ModelFacts, auto_switch_to_flash: bool) -> Capabilities:
-        if facts.device_type != "cuda":
-            return cls()
-        installed = any(find_spec(name) is not None for name in _FLASH_PACKAGES)
-        flash = "flash" in facts.attention or (
-            auto_switch_to_flash and installed and facts.attention in ("sdpa", "eager")
-        )
-        return cls(graphs=True, block_tables=flash, flash=flash)
+    def of(cls, device_type: str) -> Capabilities:
+        """With the operations that the engine has, which are no FlashAttention."""
+        return cls(graphs=device_type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -85,10 +79,12 @@ def resolve_acceleration(
     config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, device: Capabilities
 ) -> Acceleration:
     """Raises ValueError for a compile config with both a mode and options."""
-    max_blocks = _max_blocks_per_request(config, facts, hints, page_size, device)
+    asked = _asked_graphs(config, facts, device)
+    has_kernel = device.block_tables or asked[1]
+    max_blocks = _max_blocks_per_request(config, facts, hints, page_size, has_kernel)
     mixed_compile = _mixed_compile(config, device)
     decode_compile = _decode_compile(config, max_blocks)
-    graphs = _graphs(config, facts, device, max_blocks > 0, (mixed_compile, decode_compile))
+    graphs = _graphs((asked[0], asked[1] and max_blocks > 0), (mixed_compile, decode_compile))
     return Acceleration(
         max_blocks_per_request=max_blocks,
         mixed_compile=mixed_compile,
@@ -111,7 +107,7 @@ def switch_nccl_graph_mixing_off(wanted: bool = True, environment: MutableMappin
 
 
 def _max_blocks_per_request(
-    config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, device: Capabilities
+    config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, has_kernel: bool
 ) -> int:
     asked = config.max_blocks_per_request
     if asked == 0:
@@ -124,13 +120,12 @@ def _max_blocks_per_request(
             asked,
         )
         return 0
-    if not device.block_tables:
+    if not has_kernel:
         if asked is not None:
             logger.warning(
-                "the decode fast path is not available (max_blocks_per_request is %d, 0 is used): %s attention on %s "
-                "has no kernel that reads block tables, FlashAttention on CUDA has",
+                "the decode fast path is not available (max_blocks_per_request is %d, 0 is used): there is no kernel "
+                "for %s that reads block tables, and its steps are not replayed",
                 asked,
-                facts.attention,
                 facts.device_type,
             )
         return 0
@@ -182,13 +177,7 @@ def _explicit_compile(config: ContinuousBatchingConfig, name: str) -> CompileSet
     return CompileSettings(**fields)
 
 
-def _graphs(
-    config: ContinuousBatchingConfig,
-    facts: ModelFacts,
-    device: Capabilities,
-    decode_path: bool,
-    compiled: tuple[CompileSettings | None, CompileSettings | None],
-) -> tuple[bool, bool]:
+def _asked_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, device: Capabilities) -> tuple[bool, bool]:
     choice = config.use_cuda_graph
     if choice is None:
         choice = bool(config.q_padding_interval_size or config.kv_padding_interval_size)
@@ -198,9 +187,15 @@ def _graphs(
             logger.warning("CUDA graphs were asked for and are off: the model is on %s", facts.device_type)
         return False, False
     if config.use_cuda_graph is None and config.use_async_batching:
-        mixed = decode = True
+        return True, True
+    return mixed, decode
+
+
+def _graphs(
+    asked: tuple[bool, bool], compiled: tuple[CompileSettings | None, CompileSettings | None]
+) -> tuple[bool, bool]:
     paths = []
-    for name, wanted, settings in zip(("mixed", "decode-only"), (mixed, decode and decode_path), compiled, strict=True):
+    for name, wanted, settings in zip(("mixed", "decode-only"), asked, compiled, strict=True):
         if wanted and settings is not None and settings.records_graphs:
             logger.warning(
                 "%s steps are not recorded as CUDA graphs: compiled with mode %r they record graphs of their own; "

@@ -97,7 +97,8 @@ class ContinuousBatchingConfig:
     return_logprobs: bool = _field(False, "Return the log-probability of every generated token.")
     seed: int | None = _field(None, "What the random streams of requests without a seed derive from. None: random.")
     auto_switch_to_flash: bool = _field(
-        True, "Use FlashAttention for models loaded with eager or sdpa attention, where it is installed. Only on CUDA."
+        True,
+        "Models loaded with eager or sdpa attention may run a faster one that the device has. False: they keep it.",
     )
     cpu_offload_space: float | None = _field(
         0.0,

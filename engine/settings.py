@@ -51,7 +51,6 @@ class ModelFacts:
         device_type: "cpu", "cuda", ...
         windows: of each layer: tokens that a query sees, itself included; None sees all.
         device_index: which device of that type; None for the current one.
-        attention: attention implementation that the model was loaded with.
     """
 
     num_layers: int
@@ -64,7 +63,6 @@ class ModelFacts:
     device_type: str
     windows: tuple[int | None, ...]
     device_index: int | None = None
-    attention: str = "sdpa"
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -98,8 +96,7 @@ class Settings:
         kv_padding: replayed mixed steps read a multiple of so many cached tokens.
         async_batching: schedule the next step while this one runs.
         mixed_compile, decode_compile: how the forward of such steps is compiled; None: not.
-        attention: attention implementation that the model was loaded with.
-        auto_switch_to_flash: FlashAttention may replace it.
+        auto_switch_to_flash: faster attention may replace the implementation that the model was loaded with.
         host_slots: blocks that the host keeps of those that left the device.
         max_queue_size: requests that may wait to be taken in; 0: any number.
         drop_unsupported_processors: unsupported settings of a GenerationConfig are dropped, not refused.
@@ -129,7 +126,6 @@ class Settings:
     async_batching: bool = False
     mixed_compile: CompileSettings | None = None
     decode_compile: CompileSettings | None = None
-    attention: str = "sdpa"
     auto_switch_to_flash: bool = True
     host_slots: int = 0
     max_queue_size: int = 0
@@ -173,7 +169,7 @@ def resolve(
     budget = None if memory is None else int(memory * _given(config.max_memory_percent, defaults.memory_percent))
     groups = plan_groups(facts.windows)
     page_size = _given(config.page_size, defaults.page_size)
-    device = capabilities or Capabilities.of(facts, config.auto_switch_to_flash)
+    device = capabilities or Capabilities.of(facts.device_type)
     acceleration = resolve_acceleration(config, facts, hints, page_size, device)
     step = _step_size(config, facts, hints, defaults, budget, acceleration)
     block_bytes = sizing.block_bytes(facts, groups, page_size)
@@ -199,7 +195,6 @@ def resolve(
         kv_bytes_per_block=block_bytes,
         device_type=facts.device_type,
         groups=groups,
-        attention=facts.attention,
         auto_switch_to_flash=config.auto_switch_to_flash,
         host_slots=_host_slots(config, host_memory, block_bytes),
         max_queue_size=config.max_queue_size,
@@ -322,7 +317,6 @@ def _say_what_has_no_effect(config: ContinuousBatchingConfig, settings: Settings
     static = settings.mixed_compile is not None and settings.mixed_compile.dynamic is False
     graphs = any(settings.graphs)
     reasons = {
-        "auto_switch_to_flash": (settings.device_type != "cuda", "FlashAttention runs on CUDA only"),
         "q_padding_interval_size": (not graphs and not static, "no steps are replayed"),
         "kv_padding_interval_size": (not graphs, "no steps are replayed"),
         "cpu_offload_space_safety_threshold": (config.cpu_offload_space == 0, "cpu_offload_space is 0"),
