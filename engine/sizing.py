@@ -42,7 +42,8 @@ class StepSize:
         total = self.tokens * token_bytes(facts) + self.requests * row_bytes(facts)
         if self.input_sets:
             inputs = 16 * self.tokens + 8 * self.requests * (2 + self.max_blocks)
-            total += self.input_sets * inputs + self.requests * facts.vocab_size * facts.dtype_bytes
+            logits = 2 * self.requests * facts.vocab_size * facts.dtype_bytes  # of mixed and of decode-only steps
+            total += self.input_sets * inputs + logits
         return total
 
 

@@ -9,39 +9,30 @@ from typing import Any
 import pytest
 from transformers import CompileConfig
 
-from engine import acceleration
 from engine.acceleration import Capabilities, CompileSettings, switch_nccl_graph_mixing_off
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.settings import ModelFacts, Settings, resolve
 
 CPU = ModelFacts(4, 2, 4, 16, 2, 4096, 512, "cpu", (None,) * 4)
-SDPA = dataclasses.replace(CPU, device_type="cuda")
-FLASH = dataclasses.replace(SDPA, attention="flash_attention_2")
+CUDA = dataclasses.replace(CPU, device_type="cuda")
+PLAIN = Capabilities(graphs=True)
+KERNEL = Capabilities(graphs=True, block_tables=True)
+FLASH = Capabilities(graphs=True, block_tables=True, flash=True)
 
 
-@pytest.fixture(autouse=True)
-def no_flash_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceleration, "find_spec", lambda name: None)
+def settle(
+    facts: ModelFacts = CUDA, device: Capabilities | None = KERNEL, hints: WorkloadHints | None = None, **config: Any
+) -> Settings:
+    return resolve(ContinuousBatchingConfig(**config), facts, hints, memory=8 << 30, capabilities=device)
 
 
-def settle(facts: ModelFacts = FLASH, hints: WorkloadHints | None = None, **config: Any) -> Settings:
-    return resolve(ContinuousBatchingConfig(**config), facts, hints, memory=8 << 30)
+def on_cpu(**config: Any) -> Settings:
+    return settle(CPU, None, **config)
 
 
-class TestCapabilities:
-    def test_by_device_and_attention(self) -> None:
-        assert Capabilities.of(CPU, True) == Capabilities(False, False, False)
-        assert Capabilities.of(dataclasses.replace(CPU, attention="flash_attention_2"), True) == Capabilities()
-        assert Capabilities.of(SDPA, True) == Capabilities(True, False, False)
-        assert Capabilities.of(FLASH, False) == Capabilities(True, True, True)
-
-    def test_an_installed_flash_attention_replaces_others_unless_told_not_to(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(acceleration, "find_spec", lambda name: object())
-        assert Capabilities.of(SDPA, True).flash
-        assert not Capabilities.of(SDPA, False).flash
-        assert not Capabilities.of(dataclasses.replace(SDPA, attention="paged|eager"), True).flash
+def test_capabilities_by_device() -> None:
+    assert Capabilities.of("cpu") == Capabilities.of("mps") == Capabilities(False, False, False)
+    assert Capabilities.of("cuda") == PLAIN
 
 
 class TestDecodeFastPath:
@@ -62,26 +53,32 @@ class TestDecodeFastPath:
     def test_0_switches_it_off_silently(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
             assert settle(max_blocks_per_request=0).max_blocks_per_request == 0
-            assert settle(CPU, max_blocks_per_request=0).max_blocks_per_request == 0
+            assert on_cpu(max_blocks_per_request=0).max_blocks_per_request == 0
         assert not caplog.text
 
-    @pytest.mark.parametrize("facts", [CPU, SDPA], ids=["cpu", "sdpa on cuda"])
+    @pytest.mark.parametrize(("facts", "device"), [(CPU, None), (CUDA, PLAIN)], ids=["cpu", "cuda without a kernel"])
     def test_without_a_kernel_it_is_off_and_said_only_if_asked(
-        self, facts: ModelFacts, caplog: pytest.LogCaptureFixture
+        self, facts: ModelFacts, device: Capabilities | None, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.INFO):
-            assert settle(facts).max_blocks_per_request == 0
+            assert settle(facts, device).max_blocks_per_request == 0
         assert not caplog.text
-        assert settle(facts, max_blocks_per_request=64).max_blocks_per_request == 0
+        assert settle(facts, device, max_blocks_per_request=64).max_blocks_per_request == 0
         (record,) = caplog.records
         assert record.levelno == logging.WARNING and "max_blocks_per_request is 64" in caplog.text
+
+    def test_without_a_kernel_steps_that_are_replayed_have_it(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert settle(CUDA, PLAIN, use_cuda_graph=(False, True)).max_blocks_per_request == 32
+        assert settle(CUDA, PLAIN, use_cuda_graph=True, max_blocks_per_request=64).max_blocks_per_request == 64
+        assert not caplog.text
+        assert settle(CUDA, PLAIN, use_cuda_graph=(True, False)).max_blocks_per_request == 0
 
     def test_layers_with_a_window_force_0_and_it_is_said(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         groups = settle().groups
         monkeypatch.setattr("engine.settings.plan_groups", lambda windows: groups)
-        hybrid = dataclasses.replace(FLASH, windows=(None, None, None, 64))
+        hybrid = dataclasses.replace(CUDA, windows=(None, None, None, 64))
         with caplog.at_level(logging.INFO):
             assert settle(hybrid).max_blocks_per_request == 0
             assert settle(hybrid, max_blocks_per_request=64).max_blocks_per_request == 0
@@ -118,12 +115,12 @@ class TestGraphs:
         "config", [{"use_cuda_graph": True}, {"use_cuda_graph": (False, True)}, {"q_padding_interval_size": 8}]
     )
     def test_on_cpu_they_are_off_with_a_warning(self, config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-        assert settle(CPU, **config).graphs == (False, False)
+        assert on_cpu(**config).graphs == (False, False)
         assert "CUDA graphs were asked for and are off: the model is on cpu" in caplog.text
 
     @pytest.mark.parametrize("config", [{}, {"use_cuda_graph": False}, {"use_cuda_graph": (False, False)}])
     def test_nothing_is_said_where_nobody_asked(self, config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-        assert settle(CPU, **config).graphs == (False, False)
+        assert on_cpu(**config).graphs == (False, False)
         assert not caplog.text
 
     @pytest.mark.parametrize("compile_config", [CompileConfig(), {"mode": "max-autotune"}, {}])
@@ -154,17 +151,16 @@ class TestAsyncBatching:
     def test_on_cpu_it_falls_back_with_a_warning(
         self, config: dict[str, Any], caplog: pytest.LogCaptureFixture
     ) -> None:
-        assert settle(CPU, use_async_batching=True, **config).async_batching is False
+        assert on_cpu(use_async_batching=True, **config).async_batching is False
         assert "use_async_batching=True is off: it needs CUDA graphs" in caplog.text
 
     def test_on_cpu_nothing_is_said_where_nobody_asked(self, caplog: pytest.LogCaptureFixture) -> None:
         for value in (None, False):
-            assert settle(CPU, use_async_batching=value).async_batching is False
+            assert on_cpu(use_async_batching=value).async_batching is False
         assert not caplog.text
 
-    def test_a_device_without_graphs_of_another_kind(self) -> None:
-        given = Capabilities(graphs=True, block_tables=True)
-        found = resolve(ContinuousBatchingConfig(use_cuda_graph=True), CPU, memory=8 << 30, capabilities=given)
+    def test_any_device_that_has_graphs(self) -> None:
+        found = settle(CPU, KERNEL, use_cuda_graph=True)
         assert found.graphs == (True, True) and found.async_batching and found.max_blocks_per_request == 32
 
 
@@ -175,28 +171,29 @@ class TestCompile:
     )
     def test_levels(self, level: int, mode: str, dynamic: bool) -> None:
         expected = CompileSettings(mode=mode, dynamic=dynamic)
-        given = Capabilities(graphs=True, block_tables=True)
-        found = resolve(ContinuousBatchingConfig(default_compile_level=level), SDPA, memory=8 << 30, capabilities=given)
+        found = settle(default_compile_level=level)
         assert found.mixed_compile == found.decode_compile == expected
 
-    @pytest.mark.parametrize("facts", [CPU, FLASH])
-    def test_level_0_compiles_nothing(self, facts: ModelFacts) -> None:
-        assert settle(facts).mixed_compile is settle(facts).decode_compile is None
+    @pytest.mark.parametrize("found", [on_cpu(), settle()])
+    def test_level_0_compiles_nothing(self, found: Settings) -> None:
+        assert found.mixed_compile is found.decode_compile is None
 
     def test_level_4(self) -> None:
         with pytest.raises(ValueError, match="default_compile_level is 4"):
             settle(default_compile_level=4)
 
     def test_without_a_fast_path_only_mixed_steps_are_compiled(self, caplog: pytest.LogCaptureFixture) -> None:
-        found = settle(CPU, default_compile_level=1)
+        found = on_cpu(default_compile_level=1)
         assert found.mixed_compile == CompileSettings("default", True) and found.decode_compile is None
         assert not caplog.text
 
     def test_with_flash_attention_a_level_compiles_decode_steps_only(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
-            found = settle(default_compile_level=1)
+            found = settle(CUDA, FLASH, default_compile_level=1)
         assert found.mixed_compile is None and found.decode_compile == CompileSettings("default", True)
         assert "compiles decode-only steps alone" in caplog.text
+        explicit = settle(CUDA, FLASH, default_compile_level=1, varlen_compile_config={"mode": "default"})
+        assert explicit.mixed_compile == CompileSettings("default")
 
     def test_explicit_configs_win(self) -> None:
         found = settle(
@@ -215,7 +212,7 @@ class TestCompile:
     def test_an_explicit_decode_config_without_a_fast_path_is_dropped_with_a_warning(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        assert settle(CPU, decode_compile_config=CompileConfig()).decode_compile is None
+        assert on_cpu(decode_compile_config=CompileConfig()).decode_compile is None
         assert settle(max_blocks_per_request=0, decode_compile_config={}).decode_compile is None
         assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
         assert "decode_compile_config has no effect" in caplog.text

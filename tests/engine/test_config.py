@@ -11,10 +11,12 @@ import pytest
 import transformers
 from transformers import CompileConfig
 
+from engine.acceleration import Capabilities
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.settings import ModelFacts, Settings, resolve
 
-FACTS = ModelFacts(2, 2, 4, 16, 4, 256, 512, "cuda", (None,) * 2, attention="flash_attention_2")
+FACTS = ModelFacts(2, 2, 4, 16, 4, 256, 512, "cuda", (None,) * 2)
+DEVICE = Capabilities(graphs=True, block_tables=True)
 FIELDS = {field.name: field for field in dataclasses.fields(ContinuousBatchingConfig)}
 THEIRS = {field.name: field for field in dataclasses.fields(transformers.ContinuousBatchingConfig)}
 
@@ -61,7 +63,8 @@ DEPRECATED = {"block_size", "use_default_compile_configs", "max_cached_graphs"}
 
 def settings(**config: Any) -> Settings:
     """On a device that can do everything."""
-    return resolve(ContinuousBatchingConfig(**({"seed": 0} | config)), FACTS, memory=1 << 30, host_memory=1 << 30)
+    full = ContinuousBatchingConfig(**({"seed": 0} | config))
+    return resolve(full, FACTS, memory=1 << 30, host_memory=1 << 30, capabilities=DEVICE)
 
 
 def test_every_field_is_there() -> None:

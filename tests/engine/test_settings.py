@@ -201,14 +201,13 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert "no effect" not in caplog.text
     with caplog.at_level("INFO"):
         settings(
-            auto_switch_to_flash=False,
             kv_padding_interval_size=64,
             cpu_group_timeout=None,
             disable_nccl_graph_mixing=False,
             cpu_offload_space_safety_threshold=0.5,
         )
     for name in (
-        "auto_switch_to_flash=False", "kv_padding_interval_size=64", "cpu_group_timeout=None",
+        "kv_padding_interval_size=64", "cpu_group_timeout=None",
         "disable_nccl_graph_mixing=False", "cpu_offload_space_safety_threshold=0.5",
     ):  # fmt: skip
         assert f"{name} has no effect" in caplog.text
@@ -242,10 +241,9 @@ def test_describe() -> None:
 
 
 def test_describe_what_is_on() -> None:
-    flash = dataclasses.replace(ON_CUDA, attention="flash_attention_2")
     found = resolve(
         ContinuousBatchingConfig(use_cuda_graph=True, default_compile_level=3, cpu_offload_space=2.0, num_blocks=64),
-        flash,
+        ON_CUDA,
         memory=80 * GIB,
         host_memory=80 * GIB,
     )
@@ -256,9 +254,8 @@ def test_describe_what_is_on() -> None:
 
 
 def test_replayed_steps_take_memory() -> None:
-    flash = dataclasses.replace(ON_CUDA, attention="flash_attention_2")
     plain, graphs, twice = (
-        settings(flash, memory=8 * GIB, **fields).num_blocks
+        settings(ON_CUDA, memory=8 * GIB, **fields).num_blocks
         for fields in ({}, {"use_cuda_graph": True, "use_async_batching": False}, {"use_cuda_graph": True})
     )
     assert plain > graphs >= twice
