@@ -7,8 +7,6 @@ model beyond its facts and loads no torch.
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +92,6 @@ def resolve_acceleration(
         kv_padding=config.kv_padding_interval_size or _KV_PADDING,
         async_batching=_async_batching(config, facts, graphs),
     )
-
-
-def switch_nccl_graph_mixing_off(wanted: bool = True, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Tell NCCL, before its first communicator, that recorded and other collectives never overlap: it saves checks.
-
-    Only where several processes run, and never against what the environment already says.
-    """
-    if wanted and int(environment.get("WORLD_SIZE", "1")) > 1 and "NCCL_GRAPH_MIXING_SUPPORT" not in environment:
-        environment["NCCL_GRAPH_MIXING_SUPPORT"] = "0"
-        logger.info("NCCL_GRAPH_MIXING_SUPPORT=0 is set: disable_nccl_graph_mixing is True")
 
 
 def _max_blocks_per_request(

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engine.distributed.nccl import disable_graph_mixing
+
 if TYPE_CHECKING:
     from transformers import CompileConfig
 
@@ -117,10 +119,12 @@ class ContinuousBatchingConfig:
         "setting is an error that names it.",
     )
     disable_nccl_graph_mixing: bool = _field(
-        True, "Switch NCCL's graph mixing off where several processes share a model. No effect for a single process."
+        True,
+        "Where there are several processes: switch NCCL's support for mixing calls inside and outside of CUDA graphs "
+        "off, unless NCCL_GRAPH_MIXING_SUPPORT is set. Make the config before the model is loaded.",
     )
     cpu_group_timeout: float | None = _field(
-        300.0, "Seconds before a collective operation of tensor parallel processes fails; None: never."
+        300.0, "Seconds that one tensor parallel process waits for another, above 0; None: without limit."
     )
     use_default_compile_configs: bool | None = _field(None, "Deprecated: default_compile_level 3 (True) or 0 (False).")
     max_cached_graphs: int | None = _field(None, "Deprecated, has no effect: the number of graphs is not a concern.")
@@ -132,6 +136,8 @@ class ContinuousBatchingConfig:
         self._check_graphs()
         for name in ("varlen_compile_config", "decode_compile_config"):
             self._check_compile(name)
+        if self.disable_nccl_graph_mixing:
+            disable_graph_mixing()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ContinuousBatchingConfig:

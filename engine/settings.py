@@ -16,6 +16,7 @@ from typing import TypeVar
 from engine import sizing
 from engine.acceleration import Acceleration, Capabilities, CompileSettings, resolve_acceleration
 from engine.cache.groups import LayerGroup, plan_groups
+from engine.cache.layout import Layout
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.memory import available_memory
 from engine.sizing import GIB, StepSize
@@ -101,7 +102,6 @@ class Settings:
         max_queue_size: requests that may wait to be taken in; 0: any number.
         drop_unsupported_processors: unsupported settings of a GenerationConfig are dropped, not refused.
         cpu_group_timeout: seconds until a collective operation between processes fails; None: never.
-        disable_nccl_graph_mixing: for `switch_nccl_graph_mixing_off`.
     """
 
     page_size: int
@@ -131,12 +131,16 @@ class Settings:
     max_queue_size: int = 0
     drop_unsupported_processors: bool = False
     cpu_group_timeout: float | None = 300.0
-    disable_nccl_graph_mixing: bool = True
 
     @property
     def cache_tokens(self) -> int:
         """Tokens of the longest request that fits when it has the cache to itself."""
-        return sizing.longest_request(self.num_blocks, self.groups, self.page_size, self.max_batch_tokens)
+        return self.layout.longest_request(self.num_blocks)
+
+    @property
+    def layout(self) -> Layout:
+        """Which blocks a request holds."""
+        return Layout(self.page_size, self.groups, self.max_batch_tokens)
 
 
 def resolve(
@@ -200,7 +204,6 @@ def resolve(
         max_queue_size=config.max_queue_size,
         drop_unsupported_processors=config.drop_unsupported_processors,
         cpu_group_timeout=config.cpu_group_timeout,
-        disable_nccl_graph_mixing=config.disable_nccl_graph_mixing,
         **{field.name: getattr(acceleration, field.name) for field in dataclasses.fields(acceleration)},
     )
     _say_what_has_no_effect(config, settings)
@@ -211,9 +214,7 @@ def describe(settings: Settings) -> list[str]:
     """Lines for the start-up log: what the engine runs with and what fits."""
     size = settings.num_blocks * settings.kv_bytes_per_block / GIB
     tokens = min(settings.cache_tokens, settings.num_blocks * settings.page_size)
-    each = sizing.blocks_per_request(
-        settings.context_length, settings.groups, settings.page_size, settings.max_batch_tokens
-    )
+    each = settings.layout.need(0, settings.context_length)
     groups = f" for {len(settings.groups)} groups of layers" if len(settings.groups) > 1 else ""
     lines = [
         f"KV cache: {tokens:,} tokens, {settings.num_blocks:,} blocks of {settings.page_size}{groups}, {size:.2f} GiB",
@@ -275,7 +276,7 @@ def _num_blocks(
     if facts.device_type != "cuda":
         most = sizing.MAX_HOST_BLOCKS
         if facts.context_length is not None:
-            each = sizing.blocks_per_request(facts.context_length, groups, page_size, step.tokens)
+            each = Layout(page_size, groups, step.tokens).need(0, facts.context_length)
             most = min(most, sizing.DEFAULT_REQUESTS * each)
     size = sizing.block_bytes(facts, groups, page_size)
     return sizing.fit_blocks(config.num_blocks, most, page_size, size, step.bytes(facts), budget)
@@ -287,6 +288,9 @@ def _host_slots(config: ContinuousBatchingConfig, memory: int | None, block_byte
     if space == 0 or share == 0:
         if space != 0:
             logger.warning("cpu_offload_space=%s has no effect: cpu_offload_space_safety_threshold is 0", space)
+        return 0
+    if not config.allow_block_sharing:
+        logger.warning("cpu_offload_space=%s has no effect: blocks come back as prefixes, which are not shared", space)
         return 0
     if memory is None:
         if space is None:

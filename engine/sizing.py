@@ -63,28 +63,6 @@ def block_bytes(facts: ModelFacts, groups: Sequence[LayerGroup], page_size: int)
     return layers * page_size * 2 * facts.num_kv_heads * facts.head_dim * facts.dtype_bytes
 
 
-def blocks_per_request(num_tokens: int, groups: Sequence[LayerGroup], page_size: int, step_tokens: int) -> int:
-    """Blocks that a request of this length needs at most at one time, over all groups."""
-    return sum(_group_blocks(num_tokens, group.window, page_size, step_tokens) for group in groups)
-
-
-def longest_request(num_blocks: int, groups: Sequence[LayerGroup], page_size: int, step_tokens: int) -> int:
-    """Tokens of the longest request that fits into an empty cache; 0 when none does."""
-    growing = sum(group.window is None for group in groups)
-    if not growing:  # then length costs nothing beyond the windows
-        fits = blocks_per_request(1 << 62, groups, page_size, step_tokens) <= num_blocks
-        if fits:
-            return 1 << 62
-    low, high = 0, num_blocks
-    while low < high:  # in pages
-        pages = (low + high + 1) // 2
-        if blocks_per_request(pages * page_size, groups, page_size, step_tokens) <= num_blocks:
-            low = pages
-        else:
-            high = pages - 1
-    return low * page_size
-
-
 def default_batch_tokens(wanted: int, facts: ModelFacts, budget: int | None) -> int:
     """`wanted`, cut so that a step's tokens take an eighth of the budget at most; not below 256."""
     if budget is None:
@@ -117,11 +95,3 @@ def fit_blocks(wanted: int | None, most: int | None, page_size: int, size: int, 
     if wanted is not None:
         return wanted
     return fitting if most is None else min(fitting, most)
-
-
-def _group_blocks(num_tokens: int, window: int | None, page_size: int, step_tokens: int) -> int:
-    whole = -(-num_tokens // page_size)
-    if window is None:
-        return whole
-    seen = window - 1 + step_tokens  # by the step's first query, and what the step writes
-    return min(whole, (seen + page_size - 2) // page_size + 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import CompileConfig
 
-from engine.acceleration import Capabilities, CompileSettings, switch_nccl_graph_mixing_off
+from engine.acceleration import Capabilities, CompileSettings
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.settings import ModelFacts, Settings, resolve
 
@@ -223,24 +223,3 @@ class TestCompile:
             assert settle(varlen_compile_config=config).mixed_compile == CompileSettings(options=options)
         with pytest.raises(ValueError, match="varlen_compile_config sets mode 'default' and options"):
             settle(varlen_compile_config={"mode": "default", "options": options})
-
-
-class TestNcclGraphMixing:
-    def test_off_where_several_processes_run(self) -> None:
-        environment = {"WORLD_SIZE": "2"}
-        switch_nccl_graph_mixing_off(True, environment)
-        assert environment["NCCL_GRAPH_MIXING_SUPPORT"] == "0"
-
-    @pytest.mark.parametrize(
-        ("wanted", "environment"),
-        [(True, {}), (True, {"WORLD_SIZE": "1"}), (False, {"WORLD_SIZE": "2"})],
-    )
-    def test_left_alone(self, wanted: bool, environment: dict[str, str]) -> None:
-        before = dict(environment)
-        switch_nccl_graph_mixing_off(wanted, environment)
-        assert environment == before
-
-    def test_what_is_set_stays(self) -> None:
-        environment = {"WORLD_SIZE": "2", "NCCL_GRAPH_MIXING_SUPPORT": "1"}
-        switch_nccl_graph_mixing_off(True, environment)
-        assert environment["NCCL_GRAPH_MIXING_SUPPORT"] == "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,12 @@ EFFECTIVE: dict[str, tuple[Any, str]] = {
     "max_queue_size": (10, "max_queue_size"),
     "per_request_processors": (True, "per_request_processors"),
     "drop_unsupported_processors": (True, "drop_unsupported_processors"),
-    "disable_nccl_graph_mixing": (False, "disable_nccl_graph_mixing"),
     "cpu_group_timeout": (600.0, "cpu_group_timeout"),
 }
-ONLY_WITH_OTHERS = {"cpu_offload_space_safety_threshold"}  # seen in test_settings.py
+ELSEWHERE = {
+    "cpu_offload_space_safety_threshold",  # test_settings.py: only with cpu_offload_space
+    "disable_nccl_graph_mixing",  # below: acts when a config is made
+}
 DEPRECATED = {"block_size", "use_default_compile_configs", "max_cached_graphs"}
 
 
@@ -73,7 +76,7 @@ def test_every_field_is_there() -> None:
 
 
 def test_every_field_acts() -> None:
-    assert FIELDS.keys() == EFFECTIVE.keys() | DEPRECATED | ONLY_WITH_OTHERS
+    assert FIELDS.keys() == EFFECTIVE.keys() | DEPRECATED | ELSEWHERE
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -147,6 +150,27 @@ def test_one_graph_of_the_whole_model_is_refused(config: Any) -> None:
 @pytest.mark.parametrize("margin", [0, 0.0, 1, 0.15])
 def test_margin_borders(margin: float) -> None:
     assert settings(safety_margin=margin).safety_margin == margin
+
+
+@pytest.mark.parametrize(
+    ("processes", "before", "wanted", "after"),
+    [
+        ("2", None, True, "0"),
+        ("2", "1", True, "1"),
+        ("2", None, False, None),
+        ("1", None, True, None),
+        ("", None, True, None),
+    ],
+)
+def test_graph_mixing_of_nccl(
+    processes: str, before: str | None, wanted: bool, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", before or "")
+    if before is None:
+        monkeypatch.delenv("NCCL_GRAPH_MIXING_SUPPORT")
+    ContinuousBatchingConfig(disable_nccl_graph_mixing=wanted)
+    assert os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == after
 
 
 def test_block_size_is_page_size() -> None:

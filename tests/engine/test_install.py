@@ -67,8 +67,8 @@ def test_init_continuous_batching(installed: PreTrainedModel) -> None:
 
 def test_their_settings_without_a_mechanism_are_refused_by_name(installed: PreTrainedModel) -> None:
     for field in ("varlen_compile_config", "decode_compile_config"):
+        config = theirs(**{field: transformers.CompileConfig(fullgraph=True)})
         with pytest.raises(NotImplementedError, match=field):
-            config = theirs(**{field: transformers.CompileConfig(fullgraph=True)})
             installed.generate_batch([[1]], continuous_batching_config=config)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.groups import LayerGroup
+from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.memory import available_memory
 from engine.settings import ModelFacts, Settings, describe, resolve
@@ -145,6 +146,10 @@ class TestOffloading:
         assert "cpu_offload_space=8.0 has no effect" in caplog.text
         assert self.slots(100, cpu_offload_space=None, cpu_offload_space_safety_threshold=0) == 0
 
+    def test_without_sharing_there_is_no_way_back(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert self.slots(100, cpu_offload_space=8.0, allow_block_sharing=False) == 0
+        assert "cpu_offload_space=8.0 has no effect" in caplog.text
+
     def test_a_model_on_the_host_leaves_less(self) -> None:
         found = resolve(ContinuousBatchingConfig(num_blocks=1000, cpu_offload_space=None), SMALL, memory=20 * GIB)
         taken = 1000 * found.kv_bytes_per_block
@@ -179,20 +184,19 @@ class TestGroups:
         assert found.max_requests == 32
 
     def test_longest_request(self, found: Settings) -> None:
-        windowed = (99 + 256 + 30) // 32 + 1
-        assert found.cache_tokens == (64 - windowed) * 32
-        assert dataclasses.replace(found, num_blocks=10).cache_tokens == 5 * 32  # the window is not full yet
+        cache = KVCache(64, 32, found.groups, max_step_tokens=256)
+        assert 0 < found.cache_tokens == cache.max_tokens < 64 * 32
         assert dataclasses.replace(found, num_blocks=1).cache_tokens == 0
 
     def test_windows_alone_bound_no_request(self, found: Settings) -> None:
         windowed = dataclasses.replace(found, groups=found.groups[1:])
         assert windowed.cache_tokens > 2**40
-        assert dataclasses.replace(windowed, num_blocks=12).cache_tokens == 12 * 32
+        assert "2,048 tokens, 64 blocks" in "\n".join(describe(windowed))
 
     def test_describe(self, found: Settings) -> None:
         text = "\n".join(describe(dataclasses.replace(found, context_length=1024)))
         assert "64 blocks of 32 for 2 groups of layers" in text
-        assert f"{64 / (32 + 13):.2f} requests of 1,024 tokens" in text
+        assert f"{64 / (32 + 12):.2f} requests of 1,024 tokens" in text
 
 
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
