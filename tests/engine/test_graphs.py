@@ -14,14 +14,20 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from engine.cache.kv_cache import KVCache
+from engine.core import EngineCore
 from engine.execution import graphs
 from engine.execution.graphs import copy_into, decode_sizes, round_up
 from engine.execution.kv_tensors import KVTensors
 from engine.execution.model_runner import ModelRunner, Pending
 from engine.ops.torch_ops import TorchOps
+from engine.request import Request
 from engine.sampling.params import SamplingParams
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.fixed_ops import FakeGraphs, FixedOps
-from tests.engine.rows import Rows, expected, make_runner
+from tests.engine.rows import PAGE, Rows, expected, make_runner
+from tests.harness import tokens
+from tests.models import ref
 
 MAX_ROWS = 6
 PROMPTS = [3, 20, 9, 33, 14]
@@ -287,6 +293,33 @@ def test_operations_without_fixed_shapes_are_said(tiny: PreTrainedModel, caplog:
     rows.step({0: 5})
     rows.step({0: 1})
     check_tokens(tiny, rows)
+
+
+@pytest.mark.parametrize("which", [(True, True), (False, True)])
+def test_an_engine_with_two_steps_in_flight(tiny: PreTrainedModel, which: tuple[bool, bool]) -> None:
+    """Scheduler, cache and core on top: a cache too small for all, prompts that share a prefix, chunks."""
+    case = recorded(tiny, which=which, asynchronous=True, num_blocks=12)
+    cache = KVCache(12, PAGE)
+    scheduler = Scheduler(cache, max_batch_tokens=32, max_requests=MAX_ROWS, safety_margin=0.0)
+    core = EngineCore(scheduler, case.runner, overlap=True)
+    prompts = [tokens(0, 20) + tokens(i, length) for i, length in enumerate([3, 30, 1, 17, 40, 8, 25])]
+    requests = [
+        Request(str(i), list(prompt), len(prompt), SamplingParams(max_new_tokens=12 + i), arrival=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        core.add(request)
+    ended: list[str] = []
+    for _ in range(500):
+        if not core.has_work:
+            break
+        ended += [output.request_id for output in core.step() if output.is_finished()]
+        cache.check_integrity(list(scheduler.live()))
+    assert sorted(ended) == [request.request_id for request in requests]
+    assert scheduler.num_preemptions > 0
+    assert any(graph.replays for graph in case.backend.graphs)
+    for i, request in enumerate(requests):
+        assert request.output_ids == ref(tiny, prompts[i], 12 + i)
 
 
 class TestTheFake:

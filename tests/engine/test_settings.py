@@ -196,7 +196,7 @@ class TestGroups:
     def test_describe(self, found: Settings) -> None:
         text = "\n".join(describe(dataclasses.replace(found, context_length=1024)))
         assert "64 blocks of 32 for 2 groups of layers" in text
-        assert f"{64 / (32 + 12):.2f} requests of 1,024 tokens" in text
+        assert f"{64 / (32 + 13):.2f} requests of 1,024 tokens" in text
 
 
 def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
