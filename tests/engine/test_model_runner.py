@@ -12,10 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2F
 
 from engine.cache.groups import LayerGroup
 from engine.cache.host_tier import BlockCopies
+from engine.cache.kv_cache import KVCache
+from engine.core import EngineCore
 from engine.execution.kv_tensors import HostKV, allocate
+from engine.execution.model_runner import Pending
+from engine.request import Request
 from engine.sampling.params import SamplingParams
+from engine.scheduling.batch import ScheduledBatch
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.rows import PAGE, Rows, expected, make_runner
-from tests.models import build_random, build_tiny
+from tests.harness import tokens
+from tests.models import build_random, build_tiny, ref
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
@@ -329,11 +336,53 @@ class TestHostCopies:
             runner.launch(batch)
 
 
-def test_layer_groups_with_a_table_each() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_an_engine_that_offloads(hybrid: bool, overlap: bool, tiny: PreTrainedModel) -> None:
+    """Scheduler, cache and core on top: what leaves the device comes back as it was."""
+    model = gemma() if hybrid else tiny
+    groups = (LayerGroup((0, 2), 20), LayerGroup((1, 3))) if hybrid else (LayerGroup((0, 1, 2, 3)),)
+    num_blocks = 18 if hybrid else 12
+    runner = make_runner(model, groups=groups, num_blocks=num_blocks, host_slots=40)
+    cache = KVCache(num_blocks, PAGE, groups, max_step_tokens=32, host_slots=40)
+    scheduler = Scheduler(cache, max_batch_tokens=32, max_requests=6, safety_margin=0.0)
+    core = EngineCore(scheduler, runner, overlap=overlap)
+    prompts = [tokens(i, length, 64) for i, length in enumerate([40, 50, 33, 60, 21])]
+    requests = [
+        Request(str(i), list(prompt), len(prompt), SamplingParams(max_new_tokens=20), arrival=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        core.add(request)
+    copied = [0, 0]
+    launch = runner.launch
+
+    def counting(batch: ScheduledBatch, previous: Pending | None = None) -> Pending:
+        if batch.copies is not None:
+            copied[0] += len(batch.copies.to_host)
+            copied[1] += len(batch.copies.from_host)
+        return launch(batch, previous)
+
+    runner.launch = counting  # type: ignore[method-assign]
+    for _ in range(500):
+        if not core.has_work:
+            break
+        core.step()
+        cache.check_integrity(list(scheduler.live()))
+    assert min(copied) > 0 and scheduler.num_preemptions > 0
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output_ids == ref(model, prompt, 20)
+
+
+def gemma() -> PreTrainedModel:
     config = Gemma2Config(
         **SIZES | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 20}
     )
-    model = build_random(Gemma2ForCausalLM, config)
+    return build_random(Gemma2ForCausalLM, config)
+
+
+def test_layer_groups_with_a_table_each() -> None:
+    model = gemma()
     groups = (LayerGroup((0, 2), 20), LayerGroup((1, 3)))
     runner = make_runner(model, groups=groups)
     rows = Rows(runner, 64, [50, 7, 23], num_groups=2)
