@@ -342,12 +342,12 @@ def test_an_engine_that_offloads(hybrid: bool, overlap: bool, tiny: PreTrainedMo
     """Scheduler, cache and core on top: what leaves the device comes back as it was."""
     model = gemma() if hybrid else tiny
     groups = (LayerGroup((0, 2), 20), LayerGroup((1, 3))) if hybrid else (LayerGroup((0, 1, 2, 3)),)
-    num_blocks = 18 if hybrid else 12
+    num_blocks = 18 if hybrid else 9
     runner = make_runner(model, groups=groups, num_blocks=num_blocks, host_slots=40)
     cache = KVCache(num_blocks, PAGE, groups, max_step_tokens=32, host_slots=40)
     scheduler = Scheduler(cache, max_batch_tokens=32, max_requests=6, safety_margin=0.0)
     core = EngineCore(scheduler, runner, overlap=overlap)
-    prompts = [tokens(i, length, 64) for i, length in enumerate([40, 50, 33, 60, 21])]
+    prompts = [tokens(i, length, 64) for i, length in enumerate([40, 50, 33, 60, 21, 45, 38, 52])]
     requests = [
         Request(str(i), list(prompt), len(prompt), SamplingParams(max_new_tokens=20), arrival=i)
         for i, prompt in enumerate(prompts)
