@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,8 @@ class ModelRunner:
         model: what `make_shadow` returned.
         settings: sizes of the cache and of a step, and how steps run.
         sampler: chooses tokens from logits; made for the model's vocabulary when None.
-        ops_for: makes the operations for a cache; None takes those of the model's device.
+        ops: operations bound to `kv`; None makes those of the model's device.
+        kv: the cache, with a trash block; None allocates one.
         graph_backend: records steps; None takes CUDA graphs on CUDA, and records nothing elsewhere.
 
     Raises:
@@ -110,8 +111,8 @@ class ModelRunner:
         model: nn.Module,
         settings: Settings,
         sampler: Sampler | None = None,
-        *,
-        ops_for: Callable[[KVTensors], Ops] | None = None,
+        ops: Ops | None = None,
+        kv: KVTensors | None = None,
         graph_backend: GraphBackend | None = None,
     ) -> None:
         self._model = model
@@ -120,22 +121,10 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         self._num_groups = len(settings.groups)
         self._max_warmup_tokens = min(settings.max_batch_tokens, settings.context_length)
-        kv = allocate(
-            max(len(group.layers) for group in settings.groups),
-            settings.num_blocks,
-            facts.num_kv_heads,
-            settings.page_size,
-            facts.head_dim,
-            model.dtype,  # type: ignore[arg-type]
-            self._device,
-            trash=True,
-        )
+        kv = kv or self._allocate(settings)
         self._host = HostKV(kv, settings.host_slots) if settings.host_slots else None
-        attention = attention_of(model)
-        self._ops = (
-            ops_for(kv)
-            if ops_for
-            else make_ops(kv, settings.groups, attention=attention, auto_switch=settings.auto_switch_to_flash)
+        self._ops = ops or make_ops(
+            kv, settings.groups, attention=attention_of(model), auto_switch=settings.auto_switch_to_flash
         )
         self._weights = WeightWatch(model)
         self._sizes = PathSizes(
@@ -210,6 +199,18 @@ class ModelRunner:
             Whether anything was written; True at the first call.
         """
         return self._weights.refresh()
+
+    def _allocate(self, settings: Settings) -> KVTensors:
+        return allocate(
+            max(len(group.layers) for group in settings.groups),
+            settings.num_blocks,
+            self._facts.num_kv_heads,
+            settings.page_size,
+            self._facts.head_dim,
+            self._model.dtype,  # type: ignore[arg-type]
+            self._device,
+            trash=True,
+        )
 
     def _make_paths(self, settings: Settings, backend: GraphBackend | None) -> None:
         if backend is None and self._device.type == "cuda" and any(settings.graphs):

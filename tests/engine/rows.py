@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from engine.cache.groups import LayerGroup
+from engine.execution.graphs import GraphBackend
+from engine.execution.kv_tensors import KVTensors, allocate
 from engine.execution.model_runner import ModelRunner, Pending
 from engine.model.shadow import make_shadow, model_facts
+from engine.ops.interface import Ops
 from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
@@ -42,9 +45,21 @@ def make_settings(model: PreTrainedModel, **fields: Any) -> Settings:
     return Settings(**(defaults | fields))
 
 
-def make_runner(model: PreTrainedModel, *, arguments: dict[str, Any] | None = None, **fields: Any) -> ModelRunner:
-    """`fields` of the settings, `arguments` of the runner."""
-    return ModelRunner(make_shadow(model), make_settings(model, **fields), **(arguments or {}))
+def make_runner(
+    model: PreTrainedModel,
+    *,
+    ops: Callable[[KVTensors], Ops] | None = None,
+    graph_backend: GraphBackend | None = None,
+    **fields: Any,
+) -> ModelRunner:
+    """A runner with these operations, and with `fields` of its settings."""
+    settings, facts = make_settings(model, **fields), model_facts(model)
+    kv = made = None
+    if ops is not None:
+        sizes = facts.num_layers, settings.num_blocks, facts.num_kv_heads, PAGE, facts.head_dim
+        kv = allocate(*sizes, model.dtype, trash=True)
+        made = ops(kv)
+    return ModelRunner(make_shadow(model), settings, ops=made, kv=kv, graph_backend=graph_backend)
 
 
 class Rows:

@@ -83,7 +83,7 @@ def test_an_explicit_config_reaches_torch_whole(compiler: Compiler, tiny: PreTra
 def test_mixed_and_decode_steps_have_forms_of_their_own(compiler: Compiler, tiny: PreTrainedModel) -> None:
     runner = make_runner(
         tiny,
-        arguments={"ops_for": FixedOps},
+        ops=FixedOps,
         mixed_compile=CompileSettings("default", True),
         decode_compile=CompileSettings("max-autotune", dynamic=False),
         max_blocks_per_request=4,
@@ -100,9 +100,7 @@ def test_mixed_and_decode_steps_have_forms_of_their_own(compiler: Compiler, tiny
 
 
 def test_only_decode_steps(compiler: Compiler, tiny: PreTrainedModel) -> None:
-    runner = make_runner(
-        tiny, arguments={"ops_for": FixedOps}, decode_compile=CompileSettings("default"), max_blocks_per_request=4
-    )
+    runner = make_runner(tiny, ops=FixedOps, decode_compile=CompileSettings("default"), max_blocks_per_request=4)
     rows = Rows(runner, 512, [5, 4, 3])
     check(tiny, rows, {0: 5, 1: 4, 2: 3})
     check(tiny, rows, {0: 1})
@@ -127,7 +125,8 @@ def test_compiled_steps_are_recorded(compiler: Compiler, tiny: PreTrainedModel) 
     backend = FakeGraphs()
     runner = make_runner(
         tiny,
-        arguments={"ops_for": FixedOps, "graph_backend": backend},
+        ops=FixedOps,
+        graph_backend=backend,
         graphs=(False, True),
         decode_compile=CompileSettings("default"),
         max_blocks_per_request=4,

@@ -54,7 +54,8 @@ def recorded(
     fields = {"q_padding": 16, "kv_padding": 64, "max_blocks_per_request": 4, "max_requests": MAX_ROWS} | fields
     runner = make_runner(
         model,
-        arguments={"ops_for": ops_for, "graph_backend": backend},
+        ops=ops_for,
+        graph_backend=backend,
         graphs=which,
         async_batching=asynchronous,
         **fields,
@@ -82,13 +83,14 @@ def test_sizes_of_decode_steps() -> None:
     assert [round_up(count, 64) for count in (1, 64, 65)] == [64, 64, 128]
 
 
-@pytest.mark.parametrize("ops_for", [FixedOps, TorchOps])
-def test_same_logits_as_the_plain_forward(tiny: PreTrainedModel, ops_for: Callable[[KVTensors], Any]) -> None:
+@pytest.mark.parametrize("ops", [FixedOps, TorchOps])
+def test_same_logits_as_the_plain_forward(tiny: PreTrainedModel, ops: Callable[[KVTensors], Any]) -> None:
     backend = FakeGraphs()
     runner = make_runner(
         tiny,
-        arguments={"ops_for": ops_for, "graph_backend": backend},
-        graphs=(ops_for is FixedOps, True),
+        ops=ops,
+        graph_backend=backend,
+        graphs=(ops is FixedOps, True),
         max_blocks_per_request=4,
         max_requests=MAX_ROWS,
         q_padding=16,
@@ -283,7 +285,8 @@ def test_a_step_that_fails_while_it_is_recorded_leaves_the_runner_usable(tiny: P
 def test_operations_without_fixed_shapes_are_said(tiny: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     runner = make_runner(
         tiny,
-        arguments={"ops_for": TorchOps, "graph_backend": FakeGraphs()},
+        ops=TorchOps,
+        graph_backend=FakeGraphs(),
         graphs=(True, True),
         max_blocks_per_request=4,
     )
