@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from engine.acceleration import CompileSettings
 from engine.execution.compilation import compile_forward
 from engine.execution.forward import Forward
 from engine.execution.graphs import CudaGraphs, GraphBackend, GraphRunner, StepShape
@@ -215,25 +215,28 @@ class ModelRunner:
     def _make_paths(self, settings: Settings, backend: GraphBackend | None) -> None:
         if backend is None and self._device.type == "cuda" and any(settings.graphs):
             backend = CudaGraphs()
-        decode_only = settings.max_blocks_per_request > 0 and self._ops.supports_graphs[1]
-        possible = (self._ops.supports_graphs[0], decode_only)
-        records = [backend is not None and all(pair) for pair in zip(settings.graphs, possible, strict=True)]
-        for kind, wanted, recorded in zip(("mixed", "decode-only"), settings.graphs, records, strict=True):
-            if wanted and not recorded:
+        has_decode_path = settings.max_blocks_per_request > 0 and self._ops.supports_graphs[1]
+        possible = (self._ops.supports_graphs[0], has_decode_path)
+        recorders = [backend if all(pair) else None for pair in zip(settings.graphs, possible, strict=True)]
+        for kind, wanted, recorder in zip(("mixed", "decode-only"), settings.graphs, recorders, strict=True):
+            if wanted and recorder is None:
                 logger.warning("%s steps are not replayed: the operations of this device have no fixed shapes", kind)
-        self._num_input_sets = 2 if settings.async_batching and any(records) else 1
-        paths: list[Any] = []
-        for path, compiled, recorded, tokens in (
-            (MixedPath, settings.mixed_compile, records[0], settings.max_batch_tokens),
-            (DecodePath, settings.decode_compile, records[1], settings.max_requests),
-        ):
-            run = None if compiled is None else compile_forward(self._model, compiled)
-            forward = Forward(self._model, self._ops, self._facts.num_layers, run)
-            largest = StepShape(tokens, min(tokens, settings.max_requests))
-            graphs = GraphRunner(forward, backend, largest, self._num_input_sets) if recorded and backend else None
-            paths.append(path(forward, self._ops, self._sizes, graphs, compiled))
-        self._mixed: MixedPath = paths[0]
-        self._decode: DecodePath | None = paths[1] if decode_only else None
+        self._num_input_sets = 2 if settings.async_batching and any(recorders) else 1
+        self._mixed = MixedPath(*self._path_parts(settings.mixed_compile, recorders[0], settings.max_batch_tokens))
+        self._decode: DecodePath | None = None
+        if has_decode_path:
+            self._decode = DecodePath(*self._path_parts(settings.decode_compile, recorders[1], settings.max_requests))
+
+    def _path_parts(
+        self, compiled: CompileSettings | None, recorder: GraphBackend | None, max_tokens: int
+    ) -> tuple[Forward, Ops, PathSizes, GraphRunner | None, CompileSettings | None]:
+        run = None if compiled is None else compile_forward(self._model, compiled)
+        forward = Forward(self._model, self._ops, self._facts.num_layers, run)
+        graphs = None
+        if recorder is not None:
+            largest = StepShape(max_tokens, min(max_tokens, self._sizes.max_rows))
+            graphs = GraphRunner(forward, recorder, largest, self._num_input_sets)
+        return forward, self._ops, self._sizes, graphs, compiled
 
     @torch.inference_mode()
     def _dry_run(self, tokens: int, *, cached: bool = True) -> None:

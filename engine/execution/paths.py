@@ -7,7 +7,7 @@ and runs it directly or by a recording.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -41,12 +41,26 @@ class PathSizes:
     kv_padding: int
 
 
+class FixedMixedOps(Ops, Protocol):
+    """What ops with `supports_graphs[0]` have besides."""
+
+    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> Any:
+        """A plan whose tensors have shapes that depend on the three numbers alone, and whose other values are constant.
+
+        Args:
+            rows: of `num_tokens` tokens together; the last one may be padding, in the trash block.
+            num_kv: at least the contexts of all rows after this step, together.
+            num_rows: at least the rows.
+        """
+        ...
+
+
 class MixedPath:
     """Takes any step.
 
     Args:
         forward: for such steps.
-        ops: that plan them; with `graphs` they have a `plan_mixed`.
+        ops: that plan them; with `graphs` they are `FixedMixedOps`.
         graphs: where to replay; None runs directly.
         compiled: how `forward` is compiled, if it is.
     """
@@ -60,7 +74,7 @@ class MixedPath:
         compiled: CompileSettings | None = None,
     ) -> None:
         self._forward = forward
-        self._ops: Any = ops
+        self._ops = ops
         self._sizes = sizes
         self._graphs = graphs
         self._compiled = compiled
@@ -74,7 +88,7 @@ class MixedPath:
         if self._graphs is not None and inputs.rows.block_tables is not None and kept <= most:
             inputs = pad(inputs, tokens, sizes.trash_block, sizes.page_size)
             kv = round_up(int((inputs.rows.starts + inputs.rows.counts).sum()), sizes.kv_padding)
-            plan = self._ops.plan_mixed(inputs.rows, tokens, kv, sizes.max_rows + 1)
+            plan = cast(FixedMixedOps, self._ops).plan_mixed(inputs.rows, tokens, kv, sizes.max_rows + 1)
             return self._graphs.run(StepShape(tokens, most, kv), inputs, plan, previous_ids)
         if self._compiled is not None:
             if self._compiled.dynamic is False:
