@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tests.models import build_random
 
@@ -65,10 +65,42 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {
     "phi3_partial": partial(build, "phi3", seed=4, sliding_window=None, partial_rotary_factor=0.5),
     "olmo2": partial(build, "olmo2", seed=4),
     "olmo3": partial(build, "olmo3", sliding_window=WINDOW),
-    "gpt_neox": partial(build, "gpt_neox", rotary_pct=0.5),
+    "gpt_neox": partial(build, "gpt_neox", num_key_value_heads=4, rotary_pct=0.5),
     "gpt_oss": partial(build, "gpt_oss", sliding_window=WINDOW, **_HEADS, **_LOCAL_EXPERTS),
     "starcoder2": partial(build, "starcoder2", sliding_window=WINDOW),
     "cohere2": partial(build, "cohere2", seed=1, sliding_window=WINDOW, logit_scale=1.0),
-    "granite": partial(build, "granite"),
+    "granite": partial(build, "granite", attention_multiplier=0.25),
     "glm": partial(build, "glm", seed=2, **_HEADS),
+}
+
+
+def _build_vision(model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> PreTrainedModel:
+    """A small model that takes images too; ids of images are outside of what tests use as text."""
+    tokens = {"image_token_id": VOCAB - 1, "image_token_index": VOCAB - 1, "video_token_id": VOCAB - 2}
+    config = AutoConfig.for_model(model_type, text_config=_SIZES | text, vision_config=vision, **tokens)
+    return build_random(AutoModelForImageTextToText._model_mapping[type(config)], config)
+
+
+_SIGLIP: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_PATCHES: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+
+VISION: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma3_vision": partial(
+        _build_vision, "gemma3", {"sliding_window": WINDOW, "num_hidden_layers": 6, **_HEADS}, _SIGLIP
+    ),
+    "llava": partial(_build_vision, "llava", {"model_type": "llama"}, _SIGLIP),
+    "qwen2_5_vl": partial(
+        _build_vision,
+        "qwen2_5_vl",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+        _PATCHES | {"out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    ),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.model.attention import ATTENTION_NAME, register_attention
 from engine.settings import ModelFacts
+
+logger = logging.getLogger(__name__)
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # What keeps layers of other types from running on pages of K and V.
@@ -43,9 +46,10 @@ def make_shadow(model: PreTrainedModel) -> nn.Module:
         The copy in eval mode, whose layers call the engine's attention function.
     """
     register_attention()
+    _log_cut_context(model)
     tensors = [*model.parameters(), *_shared_buffers(model)]
     shadow: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    setattr(shadow, _ASKED, _implementation(model))
+    setattr(shadow, _ASKED, attention_of(model))
     for module in shadow.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation != ATTENTION_NAME:
@@ -55,11 +59,7 @@ def make_shadow(model: PreTrainedModel) -> nn.Module:
 
 def attention_of(model: nn.Module) -> str:
     """The attention implementation that the user's model was loaded with, also for its shadow."""
-    return getattr(model, _ASKED, None) or _implementation(model)
-
-
-def _implementation(model: nn.Module) -> str:
-    return str(_text_config(model)._attn_implementation)
+    return getattr(model, _ASKED, None) or str(_text_config(model)._attn_implementation)
 
 
 def _shared_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -180,6 +180,18 @@ def _context_length(model: nn.Module, config: Any) -> int | None:
             raise NotImplementedError(f"{type(model).__name__} has rope_type {rope_type!r} without a known limit")
         length = limit if length is None else min(limit, length)
     return length
+
+
+def _log_cut_context(model: nn.Module) -> None:
+    config = _text_config(model)
+    whole, length = getattr(config, "max_position_embeddings", None), _context_length(model, config)
+    if whole is not None and length is not None and length < whole:
+        logger.warning(
+            "the context is limited to %d positions instead of %d: beyond them this model's rotary frequencies depend "
+            "on the longest request of a step",
+            length,
+            whole,
+        )
 
 
 def _adapts(rope_type: Any) -> bool:
