@@ -198,9 +198,9 @@ void attend_row(const T* query, int64_t head_stride, const T* keys, const T* val
                 Floats* sums, Softmax* softmax, T* out) {
     for (int64_t g = 0; g < s.group; g++) {
         softmax[g] = {Floats{}, -INF};
-        if (rule.sinks) {  // a token without a value that came before all others
+        if (rule.sinks) {  // as a token without a value that came before all others
             softmax[g].peak = rule.sinks[kv_head * s.group + g];
-            softmax[g].sums[0] = softmax[g].peak == -INF ? 0 : 1;
+            softmax[g].sums[0] = 1;
         }
         for (int64_t c = 0; c < s.width; c++) {
             int64_t count = s.dim - c * LANES < LANES ? s.dim - c * LANES : LANES;
