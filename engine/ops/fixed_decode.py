@@ -21,7 +21,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | N
 
 @dataclass(slots=True)
 class FixedPlan:
-    """One step of one-token rows, padded. To replay a graph, copy each tensor into the one it was recorded with.
+    """One step of one-token rows, padded. For a replay each tensor is copied into the one that was recorded.
 
     Attributes:
         slots: int64 [kv_heads * num_rows], the (block, head, offset) line that each row's K/V goes to.
@@ -36,14 +36,6 @@ class FixedPlan:
     index: torch.Tensor
     hidden: torch.Tensor
     bias: torch.Tensor
-
-    def copy_(self, other: FixedPlan) -> None:
-        """Takes over the values of a plan of the same shapes."""
-        self.slots.copy_(other.slots)
-        self.begun.copy_(other.begun)
-        self.index.copy_(other.index)
-        self.hidden.copy_(other.hidden)
-        self.bias.copy_(other.bias)
 
 
 def plan_fixed(planner: Planner, rows: PackedRows, num_rows: int, max_blocks: int, trash: int) -> FixedPlan:

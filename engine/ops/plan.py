@@ -156,10 +156,12 @@ class Planner:
         for line, start, head, table in zip(blocks, starts.tolist(), heads.tolist(), tables, strict=True):
             seen = table[head : start // self.page + 1]
             line[: len(seen)] = seen
-        lasts = starts - heads * self.page  # counted from the row's first block, as what follows
-        hidden = np.arange(height * self.page) > lasts[:, None]
-        behind = np.arange(self.page) < (first_seen(starts, window) - heads * self.page)[:, None]
-        hidden[:, : self.page] |= behind
+        first = heads * self.page
+        hidden = np.arange(height * self.page) > (starts - first)[:, None]
+        behind = None
+        if window is not None:
+            behind = np.arange(self.page) < (first_seen(starts, window) - first)[:, None]
+            hidden[:, : self.page] |= behind
         bias = None
         if hidden.any():
             bias = torch.zeros((len(starts), 1, 1, height * self.page), dtype=self.dtype, device=self.device)
@@ -170,7 +172,7 @@ class Planner:
             height * self.page,
             self.lines(blocks),
             bias,
-            self.tensor(behind[:, None, :, None]) if behind.any() else None,
+            self.tensor(behind[:, None, :, None]) if behind is not None and behind.any() else None,
         )
 
     def lines(self, blocks: np.ndarray) -> torch.Tensor:

@@ -266,7 +266,7 @@ def test_scores_of_nan_are_reported_and_hurt_nobody_else() -> None:
     ("architecture", "fields", "named"),
     [
         ("stablelm", {}, "keyword arguments"),
-        ("bloom", {"n_head": 4, "n_layer": 2}, "position_ids"),
+        ("bloom", {"n_head": 4, "n_layer": 2}, "0 of 2 layers"),
         (
             "deepseek_v3",
             {
