@@ -89,7 +89,7 @@ class ContinuousBatchingConfig:
     cpu_offload_space_safety_threshold: float = _field(
         0.8, "Share of the host's free memory that offloading may take; 0: no offloading. Only these two so far."
     )
-    max_queue_size: int = _field(0, "Requests that may wait; 0: no bound, the only choice so far.")
+    max_queue_size: int = _field(0, "Requests that may wait for their first step; 0: no bound.")
     per_request_processors: bool = _field(
         False, "Requests may bring their own do_sample, temperature, top_k, top_p and min_p."
     )
@@ -249,7 +249,6 @@ class ContinuousBatchingConfig:
                 self.cpu_offload_space_safety_threshold not in (0.8, 0.0),
                 "leave it 0.8, or 0 for no offloading",
             ),
-            "max_queue_size": (self.max_queue_size > 0, "leave it 0"),
             "drop_unsupported_processors": (
                 self.drop_unsupported_processors,
                 "leave it False and unset the settings that errors name",

@@ -84,6 +84,21 @@ class EngineCore:
         self.scheduler.step_done(batch)
         return outputs + self._update(batch, result)
 
+    def settle(self) -> list[GenerationOutput]:
+        """Finish the steps that are in flight and give what came out of them; afterwards nothing touches the device."""
+        return []
+
+    def new_epoch(self) -> None:
+        """The weights may have changed: every prefix is forgotten and what runs computes all its tokens again."""
+        scheduler = self.scheduler
+        for request in list(reversed(scheduler._running)):
+            if scheduler.is_suspect(request):
+                scheduler._stop_running(request)
+            else:
+                scheduler._preempt(request)
+        scheduler.cache.reset()
+        self.runner.refresh_weights()
+
     def _update(self, batch: ScheduledBatch, result: StepOutput) -> list[GenerationOutput]:
         """Append the sampled tokens and end what is complete."""
         outputs = []

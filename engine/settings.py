@@ -87,6 +87,7 @@ class Settings:
         kv_bytes_per_block: bytes of one block over the layers of a group.
         device_type: where the model runs.
         groups: which layers share one block table.
+        max_queue_size: requests that may wait for their first step; 0 is no bound.
     """
 
     page_size: int
@@ -104,6 +105,7 @@ class Settings:
     kv_bytes_per_block: int
     device_type: str
     groups: tuple[LayerGroup, ...]
+    max_queue_size: int = 0
 
     @property
     def cache_tokens(self) -> int:
@@ -158,6 +160,7 @@ def resolve(
         kv_bytes_per_block=block_bytes,
         device_type=facts.device_type,
         groups=plan_groups(facts.windows),
+        max_queue_size=config.max_queue_size,
     )
 
 

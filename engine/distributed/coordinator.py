@@ -18,12 +18,14 @@ class Turn:
     Attributes:
         items: requests to add and ids to cancel, in order.
         stop: how the session shall end, as the loop counts it; 0 is not at all.
-        pausing: someone waits for the loop to park.
+        pausing: someone waits for the loop to park, or holds it parked.
+        forget: someone who held it may have written into the weights: what was computed before is worthless.
     """
 
     items: list[Request | str] = field(default_factory=list)
     stop: int = 0
     pausing: bool = False
+    forget: bool = False
 
 
 class Coordinator(Protocol):
@@ -38,7 +40,7 @@ class Coordinator(Protocol):
     heartbeat_s: float | None
 
     def agree(self, turn: Turn) -> Turn:
-        """The turn that all processes take: the driver's items, and whatever any of them asked to stop or pause.
+        """The turn that all processes take: the driver's items, and the greatest of what any of them says elsewhere.
 
         Raises:
             RuntimeError: another process is gone or too late.
@@ -49,8 +51,8 @@ class Coordinator(Protocol):
 class Alone:
     """One process."""
 
-    is_driver = True
-    heartbeat_s = None
+    is_driver: bool = True
+    heartbeat_s: float | None = None
 
     def agree(self, turn: Turn) -> Turn:
         return turn

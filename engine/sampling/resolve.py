@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 # What generate() uses where neither the user nor the model says. Its max_length of 20 is left out on purpose: no
 # limit given means the context.
-_LIBRARY_DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+_LIBRARY_DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
 
 _USED = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "temperature", "top_k", "top_p",
-    "min_p", "eos_token_id",
+    "min_p", "eos_token_id", "num_return_sequences",
 }  # fmt: skip
 
 # Settings that change nothing here, as they change nothing in generate() without beams, an assistant or padding.
@@ -32,14 +32,13 @@ _WITHOUT_EFFECT = {
     "early_stopping", "length_penalty", "use_cache", "pad_token_id", "bos_token_id", "decoder_start_token_id",
     "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
-    "speculation_type", "renormalize_logits", "disable_compile", "transformers_version",
+    "speculation_type", "renormalize_logits", "disable_compile", "transformers_version", "continuous_batching_config",
 }  # fmt: skip
 
 # Values that mean "off" (None does everywhere). Any other value, and any setting in none of these tables, is refused.
 _OFF: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
     "use_mtp": (False,),
     "cache_implementation": ("paged", "dynamic", "hybrid"),
     "typical_p": (1.0,),
@@ -63,10 +62,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
 }
 
 _INSTEAD = {
-    "num_return_sequences": "submit the prompt that many times",
     "prefill_chunk_size": "set max_batch_tokens of the ContinuousBatchingConfig",
     "compile_config": "see the ContinuousBatchingConfig",
-    "continuous_batching_config": "pass it as the argument continuous_batching_config",
 }
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
@@ -272,6 +269,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "min_new_tokens": _integer(0),
     "max_length": _integer(1),
     "min_length": _integer(0),
+    "num_return_sequences": _integer(1),
     "do_sample": _boolean,
     "temperature": _number(lambda x: 0 <= x < math.inf, ">= 0; 0 takes the most likely token"),
     "top_k": _integer(0),
@@ -282,4 +280,4 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "stop_token_ids": _token_ids,
     "logprobs": _boolean,
 }
-_PER_REQUEST = [name for name in _CHECKS if name not in ("max_length", "min_length")]
+_PER_REQUEST = [name for name in _CHECKS if name not in ("max_length", "min_length", "num_return_sequences")]

@@ -64,7 +64,6 @@ REFUSED: dict[str, list[Any]] = {
     "scheduler_type": ["prefill_first"],
     "cpu_offload_space": [8.0, None],
     "cpu_offload_space_safety_threshold": [0.5, 1.0],
-    "max_queue_size": [10],
     "drop_unsupported_processors": [True],
     "cpu_group_timeout": [600.0],
 }

@@ -124,9 +124,10 @@ class TestMerge:
         assert merged(own, repetition_penalty=1.0).repetition_penalty == 1.0
 
     def test_num_return_sequences(self) -> None:
-        with pytest.raises(NotImplementedError, match="num_return_sequences=2.*submit the prompt that many times"):
-            merged(num_return_sequences=2, do_sample=True)
-        assert merged(num_return_sequences=1).num_return_sequences == 1
+        assert merged().num_return_sequences == 1
+        assert merged(num_return_sequences=2, do_sample=True).num_return_sequences == 2
+        with pytest.raises(ValueError, match="num_return_sequences is 0"):
+            merged(num_return_sequences=0)
 
     def test_neutral_values_pass(self) -> None:
         neutral = {name: off[0] for name, off in resolve._OFF.items()}
