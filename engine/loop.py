@@ -191,7 +191,7 @@ class EngineLoop:
 
     def refuse_inside_pause(self, what: str) -> None:
         """Raise RuntimeError when the calling thread is in a pause, and would wait for itself."""
-        if self._gate.is_held_here():
+        if self.is_running and self._gate.is_held_here():
             raise RuntimeError(
                 f"{what}() inside pause() would wait for ever: the engine thread is parked until the block ends"
             )
