@@ -26,7 +26,9 @@ class AsyncRequests:
     _intake: Intake
     _loop: EngineLoop
 
-    async def generate(self, input_ids: Sequence[int] | torch.Tensor, **arguments: Any) -> GenerationOutput:
+    async def generate(
+        self, input_ids: Sequence[int] | torch.Tensor, request_id: str | None = None, **arguments: Any
+    ) -> GenerationOutput:
         """The terminal output of one request. Arguments, and what is raised, as for `add_request`.
 
         Cancelling the task cancels the request.
@@ -37,23 +39,25 @@ class AsyncRequests:
         """
         if self._intake.num_sequences(arguments.get("num_return_sequences")) > 1:
             raise ValueError("generate() gives one output: set num_return_sequences=1, or use stream()")
-        async for output in self._outputs(input_ids, streaming=False, **arguments):
+        async for output in self._outputs(input_ids, request_id, streaming=False, **arguments):
             last = output
         return last
 
-    def stream(self, input_ids: Sequence[int] | torch.Tensor, **arguments: Any) -> AsyncIterator[GenerationOutput]:
+    def stream(
+        self, input_ids: Sequence[int] | torch.Tensor, request_id: str | None = None, **arguments: Any
+    ) -> AsyncIterator[GenerationOutput]:
         """Outputs of one request, one a token, up to the terminal one of each of its sequences.
 
         Arguments, and what is raised, as for `generate`, from the first iteration on, which submits. An output costs
         the same however long the text is: take its new tokens with `tokens_since`. Cancelling the task, or closing the
         iterator, cancels the request.
         """
-        return self._outputs(input_ids, streaming=True, **arguments)
+        return self._outputs(input_ids, request_id, streaming=True, **arguments)
 
     async def _outputs(
         self,
         input_ids: Sequence[int] | torch.Tensor,
-        request_id: str | None = None,
+        request_id: str | None,
         *,
         queue_timeout: float | None = QUEUE_TIMEOUT_S,
         **arguments: Any,

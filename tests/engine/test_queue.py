@@ -168,8 +168,8 @@ def test_more_sequences_than_places_can_never_wait(tiny: PreTrainedModel) -> Non
             manager.add_request([1, 2, 3], num_return_sequences=3)
         request_id = str(manager.add_request([1, 2, 3], num_return_sequences=2, max_new_tokens=2))
         collect(manager, [request_id, f"{request_id}__child#0"])
+        manager.add_request([1, 2, 3], "d", max_new_tokens=100)
         with pytest.raises(ValueError, match="in use"):
-            manager.add_request([1, 2, 3], "d", max_new_tokens=100)
             manager.add_request([1, 2, 3], "d")
         wait_until(lambda: manager._loop.room._granted == 0)  # the refused one gave its place back
 
