@@ -48,6 +48,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.steps = 0
+        self.checksum = 0
 
     @property
     def has_work(self) -> bool:

@@ -54,6 +54,7 @@ class EngineLoop:
         self._due = threading.Condition(self._lock)  # the engine thread waits here
         self._gate = PauseGate(self._lock, self._due.notify)
         self._inbox: list[Request | str] = []  # a request to add, or an id to cancel
+        self._arriving: list[Request | str] = []  # taken out of the inbox, and perhaps not yet in the core
         self._live: dict[str, str] = {}  # id -> id of the request that it is a sequence of, often itself
         self._families: dict[str, set[str]] = {}  # of requests with several sequences: those that are live
         self._stop = _Stop.NO
@@ -223,6 +224,8 @@ class EngineLoop:
             logger.critical("the engine failed: %s", describe_error(error), exc_info=error)
         finally:
             self._wind_up()
+            if self.fatal_error is not None:
+                self._coordinator.leave(self.fatal_error)
 
     def _take_turn(self) -> bool:
         """Wait for something to do, agree on it and do it. False when the loop shall end."""
@@ -255,9 +258,9 @@ class EngineLoop:
             if not self._has_turn():
                 self._due.wait_for(self._has_turn, self._coordinator.heartbeat_s)
                 self.last_step_time = time.monotonic()
-            items, self._inbox = self._inbox, []
+            self._arriving, self._inbox = self._inbox, []
             pausing, forget = self._gate.tell()
-            return Turn(items, self._stop, pausing, forget)
+            return Turn(list(self._arriving), self._stop, pausing, forget, self._core.checksum)
 
     def _has_turn(self) -> bool:
         """Whether there is anything to do or to agree on. Where another process drives, it is the one that waits."""
@@ -267,18 +270,21 @@ class EngineLoop:
         return bool(self._inbox) or can_step or can_end or not told_all or not self._coordinator.is_driver
 
     def _let_in(self, items: Sequence[Request | str]) -> None:
+        with self._lock:
+            self._arriving = list(items)
+            for item in items:
+                if isinstance(item, Request) and item.request_id not in self._live:  # it comes from the driver
+                    self._expect(item.request_id)
         outputs = []
         for item in items:
             if isinstance(item, Request):
-                with self._lock:
-                    if item.request_id not in self._live:  # it comes from the driver
-                        self._expect(item.request_id)
                 try:
                     self._core.add(item)
                 except ValueError as error:
                     outputs.append(_failed(item, f"ValueError: {error}"))
             elif (output := self._core.cancel(item)) is not None:
                 outputs.append(output)
+        self._arriving = []
         self._publish(outputs)
 
     def _publish(self, outputs: list[GenerationOutput]) -> None:
@@ -300,11 +306,13 @@ class EngineLoop:
         self.room.close()
         with self._lock:
             self._ended = True
-            late = [item for item in self._inbox if isinstance(item, Request)]
+            waiting = [item for item in self._arriving + self._inbox if isinstance(item, Request)]
             self._inbox.clear()
             self._gate.close()
         cause = describe_error(self.fatal_error)
         message = f"RuntimeError: the engine failed: {cause}" if cause else "RuntimeError: the engine was stopped"
+        known = {id(request) for request in self._core.scheduler.live()}
+        late = [request for request in waiting if id(request) not in known]
         try:
             self._publish(self._core.fail_all(late, message))
         finally:

@@ -57,10 +57,12 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
         carrier = generation_config or getattr(model, "generation_config", None)
         self.config = config_in_force(config, carrier) or ContinuousBatchingConfig()
         merged = merge_generation_config(model, generation_config)
-        settings = resolve(self.config, model_facts(model), workload_hints or WorkloadHints())
-        super().__init__(model, settings, coordinator or Alone())
+        facts, asked = model_facts(model), self.config
+        coordinator = coordinator or Alone()
+        settings = coordinator.agree_settings(lambda: resolve(asked, facts, workload_hints))
+        super().__init__(model, settings, coordinator)
         # Where another process drives, names must be those that it gives.
-        self._intake = Intake(settings, merged, self._delivery.knows if self._coordinator.is_driver else None)
+        self._intake = Intake(settings, merged, self._delivery.knows if coordinator.is_driver else None)
 
     # Submitting
 

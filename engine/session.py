@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ class Sessions:
         self._loop = self._new_loop()
         self._lock = threading.RLock()
         self._warmed_up = False
+        weakref.finalize(self, coordinator.close)
 
     def start(self) -> None:
         """Start the engine thread; no effect beyond a warning when it runs. Waits for a session that is stopping.
@@ -144,6 +146,7 @@ class Sessions:
                 persistent.release(self._model, self)
             self._core = None
             self._model = None
+            self._coordinator.close()
 
     @contextmanager
     def pause(self, keep_cache: bool = False) -> Iterator[None]:
@@ -185,7 +188,8 @@ class Sessions:
         if self._core is None:
             if self._model is None:
                 raise RuntimeError("the manager was destroyed; make a new one")
-            self._core = build_core(self._model, self.settings)
+            model = self._model
+            self._core = self._coordinator.together(lambda: build_core(model, self.settings))
         return self._core
 
     def _refuses(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine import ContinuousBatchingManager, RequestStatus
-from engine.distributed.coordinator import Turn
+from engine.distributed.coordinator import Alone, Turn
 from tests.conftest import wait_limit
 from tests.harness import NO_EOS, check_whole, collect, config, core_of, tokens
 from tests.models import ref
@@ -30,7 +30,7 @@ class Meeting:
         self.count = 0
 
 
-class Side:
+class Side(Alone):
     """The coordinator of one of the two."""
 
     heartbeat_s: float | None = 0.02
@@ -187,3 +187,31 @@ def test_the_death_of_one_fails_the_requests_of_the_other(tiny: PreTrainedModel)
         manager.join(timeout=wait_limit(10))
         with pytest.raises(RuntimeError, match="gone"):
             manager.add_request([1])
+
+
+def test_requests_of_a_turn_that_was_not_agreed_on_fail(tiny: PreTrainedModel) -> None:
+    class Refusing(Alone):
+        left: BaseException | None = None
+        closed = False
+
+        def agree(self, turn: Turn) -> Turn:
+            if turn.items:
+                raise RuntimeError("another process is too late")
+            return turn
+
+        def leave(self, error: BaseException) -> None:
+            self.left = error
+
+        def close(self) -> None:
+            self.closed = True
+
+    refusing = Refusing()
+    manager = ContinuousBatchingManager(tiny, NO_EOS, config(), coordinator=refusing)
+    manager.start()
+    ids = manager.add_requests([tokens(i, 8) for i in range(3)])
+    for output in collect(manager, ids or []):
+        assert output.status == RequestStatus.FAILED and "too late" in (output.error or "")
+    manager.join(timeout=wait_limit(10))
+    assert refusing.left is manager.fatal_error is not None
+    manager.destroy()
+    assert refusing.closed
