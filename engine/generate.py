@@ -142,17 +142,18 @@ def generate_batch(
         ValueError: an argument that would fail for every prompt.
     """
     inputs = _prompts(inputs)
-    defaults = generation_config or model.generation_config
+    defaults = generation_config or getattr(model, "generation_config", None)
     hints = WorkloadHints(
         max_prompt_length=max((len(ids) for ids in inputs), default=0),
         max_generated_length=_hint("max_new_tokens", kwargs, defaults),
         num_requests=len(inputs) * max(1, _hint("num_return_sequences", kwargs, defaults)),
     )
+    reusable = persistent.kept(model)
     manager = init_continuous_batching(model, generation_config, continuous_batching_config, hints)
     manager.check_arguments(**kwargs)
     if not inputs:
         return {}
-    if persistent_manager:
+    if persistent_manager and manager is not reusable:
         logger.warning(
             "persistent_manager=True: the manager is kept for the model's next session and is sized for the %d "
             "requests of this call; for a very different load make a new one",

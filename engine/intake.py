@@ -40,7 +40,7 @@ class Intake:
         self, settings: Settings, generation_config: GenerationConfig, is_taken: Callable[[str], bool] | None = None
     ) -> None:
         self._settings = settings
-        self._generation_config = generation_config
+        self.generation_config = generation_config
         self._is_taken = is_taken or (lambda name: False)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -49,7 +49,7 @@ class Intake:
     def with_config(self, generation_config: GenerationConfig) -> Intake:
         """An intake that goes on with another generation config."""
         other = copy.copy(self)
-        other._generation_config = generation_config
+        other.generation_config = generation_config
         return other
 
     def check(
@@ -127,7 +127,7 @@ class Intake:
 
     def num_sequences(self, asked: int | None = None) -> int:
         """Sequences of one request. Raises ValueError unless that is an integer of at least 1."""
-        count = self._generation_config.num_return_sequences if asked is None else asked
+        count = self.generation_config.num_return_sequences if asked is None else asked
         return 1 if count is None else _integer(count, "num_return_sequences", 1)
 
     def request(
@@ -189,7 +189,7 @@ class Intake:
     def params(self, sampling: dict[str, Any], num_prompt_tokens: int = 1, arrival: int = 0) -> SamplingParams:
         """Sampling parameters for a prompt of this length. Raises as `request`."""
         return make_params(
-            self._generation_config,
+            self.generation_config,
             per_request=sampling,
             per_request_processors=self._settings.per_request_processors,
             num_prompt_tokens=num_prompt_tokens,

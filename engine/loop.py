@@ -44,6 +44,12 @@ class EngineLoop:
         delivery: where outputs go.
         coordinator: agrees on every turn with the loops of other processes.
         max_waiting: requests that may wait for their first step; 0 is no bound.
+
+    Attributes:
+        room: where submissions wait for places, if `max_waiting` bounds them.
+        is_parked: this turn is no step but part of a pause.
+        fatal_error: what ended the thread; None while it is well.
+        last_step_time: `time.monotonic()` when the last turn ended, or the last wait for one.
     """
 
     def __init__(self, delivery: Delivery, coordinator: Coordinator | None = None, max_waiting: int = 0) -> None:
@@ -60,6 +66,7 @@ class EngineLoop:
         self._stop = _Stop.NO
         self._agreed_stop = _Stop.NO
         self._must_forget = False
+        self.is_parked = False
         self._ended = False
         # A daemon, so that a forgotten stop() cannot hold the interpreter's exit.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -89,10 +96,6 @@ class EngineLoop:
     @property
     def in_engine_thread(self) -> bool:
         return threading.current_thread() is self._thread
-
-    @property
-    def is_parked(self) -> bool:
-        return self._gate.parked
 
     @property
     def is_held(self) -> bool:
@@ -172,7 +175,10 @@ class EngineLoop:
             raise
 
     def cancel(self, request_id: str) -> None:
-        """End this request and its further sequences soon, or one of these; no effect on an id that is not live."""
+        """End this request and its further sequences soon, or one of these.
+
+        No effect on an id that is not live, or in a process that does not drive.
+        """
         with self._lock:
             alone = [request_id] if request_id in self._live else []
             self._inbox.extend(self._families.get(request_id, alone))
@@ -233,6 +239,7 @@ class EngineLoop:
         turn = self._coordinator.agree(own)
         self._let_in(turn.items)
         self._must_forget |= own.forget or turn.forget
+        self.is_parked = turn.pausing
         if turn.pausing:
             self._publish(self._core.settle())
             with self._lock:
@@ -240,14 +247,17 @@ class EngineLoop:
         elif self._must_forget:
             self._must_forget = False
             self._core.new_epoch()
-        self._agreed_stop = _Stop(turn.stop)
-        self._stop = max(self._stop, self._agreed_stop)
+        with self._lock:
+            self._agreed_stop = _Stop(turn.stop)
+            self._stop = max(self._stop, self._agreed_stop)
         if turn.stop == _Stop.NOW or (turn.stop == _Stop.WHEN_DONE and not self._core.has_work):
             self._publish(self._core.settle())
             return False
         if self._core.has_work and not turn.pausing:
             self._publish(self._core.step())
-        if self.room.limit:
+        if self._stop:
+            self.room.close()
+        elif self.room.limit:
             taken_in = sum(isinstance(item, Request) for item in own.items)
             self.room.update(taken_in, self._core.scheduler.num_waiting)
         self.last_step_time = time.monotonic()
@@ -306,6 +316,7 @@ class EngineLoop:
         self.room.close()
         with self._lock:
             self._ended = True
+            self.is_parked = False
             waiting = [item for item in self._arriving + self._inbox if isinstance(item, Request)]
             self._inbox.clear()
             self._gate.close()

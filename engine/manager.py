@@ -64,6 +64,11 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
         # Where another process drives, names must be those that it gives.
         self._intake = Intake(settings, merged, self._delivery.knows if coordinator.is_driver else None)
 
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The defaults of every request: what was given, over the model's own."""
+        return self._intake.generation_config
+
     # Submitting
 
     def add_request(

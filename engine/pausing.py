@@ -25,6 +25,7 @@ class PauseGate:
         self._wake = wake
         self._holders: list[int] = []
         self._told = False
+        self._released = False
         self._forget = False
         self._closed = False
         self.parked = False
@@ -32,7 +33,7 @@ class PauseGate:
     @property
     def is_due(self) -> bool:
         """Whether the engine thread must take a turn because of what changed here."""
-        return bool(self._holders) != self._told
+        return self._released or bool(self._holders) != self._told
 
     @property
     def is_held(self) -> bool:
@@ -66,16 +67,20 @@ class PauseGate:
         return holder
 
     def leave(self, holder: int) -> None:
-        """Let go; the engine thread goes on once everyone has."""
+        """Let go. Once everyone has, the engine thread takes a turn before it parks again, whoever waits for that."""
         self._holders.remove(holder)
+        if not self._holders:
+            self.parked = False
+            self._released = True
         self._wake()
 
     def tell(self) -> tuple[bool, bool]:
-        """For the next turn: whether anyone is in or wants to be, and whether one who was in may have changed weights.
+        """For the next turn: whether to park or stay parked, and whether one who was in may have changed weights.
 
-        When nobody is, whoever comes from now on waits until the engine thread parks again.
+        If not, whoever comes from now on waits until the engine thread parks again.
         """
-        self._told = bool(self._holders)
+        self._told = bool(self._holders) and not self._released
+        self._released = False
         self.parked = self.parked and self._told
         forget, self._forget = self._forget, False
         return self._told, forget

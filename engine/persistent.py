@@ -5,6 +5,7 @@ Called by the manager and the public functions. The model's attribute is never c
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine.manager import ContinuousBatchingManager
+
+logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_convoy_manager"
 
@@ -27,9 +30,12 @@ class _Kept:
 
 
 def keep(model: PreTrainedModel, manager: object) -> None:
-    """Keep this manager for the next session, in place of any other, which is destroyed."""
+    """Keep this manager for the next session, in place of any other: that is destroyed, unless it runs."""
     before = kept(model)
     if before is not None and before is not manager:
+        if before.is_running():
+            logger.warning("the model keeps another manager, which is running: this one is not kept")
+            return
         before.destroy()
     setattr(model, _ATTRIBUTE, _Kept(manager))
 

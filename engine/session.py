@@ -155,6 +155,7 @@ class Sessions:
         The block begins once no step is in flight. Requests are kept, and new ones let in; all go on when the block
         ends, or the last of several that hold the engine at the same time. Then everything is computed with the weights
         of that moment: nothing cached before is used, and requests that run go on behind the tokens that they have.
+        Waiting for results inside is waiting for ever.
 
         Args:
             keep_cache: the weights stay as they are, so that what is cached stays valid.

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import random
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 import engine
 import engine.core as engine_core
 from engine import ContinuousBatchingManager, GenerationOutput, RequestStatus
 from tests.conftest import wait_limit
-from tests.harness import NO_EOS, collect, config, core_of, running, tokens
+from tests.harness import NO_EOS, check_whole, collect, config, core_of, running, tokens
 from tests.models import build_tiny, ref
+from tests.serving import wait_until
 
 
 def test_results_that_came_after_stop_are_still_iterated(tiny: PreTrainedModel) -> None:
@@ -301,6 +306,8 @@ def test_the_progress_bar_gives_way_to_debug_output(
     logger = logging.getLogger("engine")
     before = logger.level
     logger.setLevel(level)
+    bars_before = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()
     try:
         for asked in (True, False):
             engine.generate_batch(
@@ -310,6 +317,8 @@ def test_the_progress_bar_gives_way_to_debug_output(
             assert ("3/3" in shown) == (asked and level > logging.DEBUG)
     finally:
         logger.setLevel(before)
+        if not bars_before:
+            transformers_logging.disable_progress_bar()
 
 
 def test_an_engine_is_warmed_up_once_and_never_while_it_runs(tiny: PreTrainedModel) -> None:
@@ -347,3 +356,65 @@ def test_what_the_scheduler_refuses_fails_alone(tiny: PreTrainedModel) -> None:
         bad, good = collect(manager, ["bad", "good"])
         assert bad.status == RequestStatus.FAILED and bad.error == "ValueError: no room for this one"
         assert good.generated_tokens == ref(tiny, tokens(0, 8), 3)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_every_accepted_request_ends_once_whatever_happens_around_it(tiny: PreTrainedModel, size: int) -> None:
+    manager = engine.init_continuous_batching(tiny, NO_EOS, config(max_requests_per_batch=4, max_queue_size=size))
+    ended: list[GenerationOutput] = []
+    publish = manager._delivery.publish
+
+    def watched(outputs: list[GenerationOutput]) -> None:
+        ended.extend(output for output in outputs if output.is_finished())
+        publish(outputs)
+
+    manager._delivery.publish = watched  # type: ignore[method-assign, assignment]
+    accepted: list[str] = []
+    finished = threading.Event()
+
+    def submit(worker: int) -> None:
+        rng = random.Random(worker)
+        for number in range(25):
+            name, n = f"{worker}-{number}", rng.choice([1, 1, 2, 3])
+            prompt, cancelled = tokens(rng.randrange(5), 8 + rng.randrange(30)), rng.random() < 0.3
+            arguments = {"max_new_tokens": rng.randrange(1, 12), "streaming": rng.random() < 0.3}
+            while manager.add_request(prompt, name, num_return_sequences=n, **arguments) is None:
+                time.sleep(0.001)  # between two sessions
+            accepted.extend([name, *(f"{name}__child#{i}" for i in range(n - 1))])
+            if cancelled:
+                manager.cancel_request(name)
+
+    def pause() -> None:
+        while not finished.is_set():
+            try:
+                with manager.pause(keep_cache=len(ended) % 2 == 0):
+                    time.sleep(0.001)
+            except RuntimeError:  # between two sessions
+                time.sleep(0.001)
+
+    def restart(hard_stop: bool) -> None:
+        manager.stop(hard_stop=hard_stop, timeout=wait_limit(30))
+        while not manager.is_running():
+            with suppress(RuntimeError):  # the pause of the session before is not left yet
+                manager.start()
+
+    manager.start()
+    with ThreadPoolExecutor(5) as pool:
+        pauser = pool.submit(pause)
+        workers = [pool.submit(submit, worker) for worker in range(4)]
+        try:
+            for count, hard_stop in ((20, False), (60, True), (100, False)):
+                wait_until(lambda count=count: len(accepted) >= count)
+                restart(hard_stop)
+            for each in workers:
+                each.result(wait_limit(60))
+        finally:
+            finished.set()
+        pauser.result(wait_limit(10))
+    manager.stop(timeout=wait_limit(30))
+    assert manager.fatal_error is None
+    assert sorted(output.request_id for output in ended) == sorted(accepted)
+    wrong = {output.error for output in ended if output.status == RequestStatus.FAILED}
+    assert wrong <= {"RuntimeError: the engine was stopped"}
+    check_whole(core_of(manager))
+    manager.destroy()

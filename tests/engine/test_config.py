@@ -39,6 +39,7 @@ EFFECTIVE: dict[str, tuple[Any, str]] = {
     "return_logprobs": (True, "return_logprobs"),
     "seed": (11, "seed"),
     "per_request_processors": (True, "per_request_processors"),
+    "max_queue_size": (10, "max_queue_size"),
 }
 # Values that say "off" where nothing is there to switch off.
 OFF: dict[str, list[Any]] = {

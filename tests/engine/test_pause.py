@@ -207,15 +207,17 @@ def test_without_a_running_engine_it_is_an_error(tiny: PreTrainedModel) -> None:
 
 def test_an_engine_that_dies_first_names_the_cause(tiny: PreTrainedModel) -> None:
     manager = engine.init_continuous_batching(tiny, NO_EOS, config())
-    core, die = core_of(manager), threading.Event()
+    core, begun, die = core_of(manager), threading.Event(), threading.Event()
 
     def step() -> None:
+        begun.set()
         assert die.wait(wait_limit(20))
         raise OSError("the device fell off the bus")
 
     core.step = step  # type: ignore[method-assign, assignment]
     manager.start()
     manager.add_request([1, 2, 3])
+    assert begun.wait(wait_limit(10))
 
     def wait_for_pause() -> None:
         with manager.pause():
@@ -236,16 +238,18 @@ def test_an_engine_that_dies_first_names_the_cause(tiny: PreTrainedModel) -> Non
 
 def test_an_interrupted_wait_withdraws(tiny: PreTrainedModel) -> None:
     manager = engine.init_continuous_batching(tiny, NO_EOS, config())
-    core, go_on = core_of(manager), threading.Event()
+    core, begun, go_on = core_of(manager), threading.Event(), threading.Event()
     step = core.step
 
     def slow_step() -> Any:
+        begun.set()
         assert go_on.wait(wait_limit(20))
         return step()
 
     core.step = slow_step  # type: ignore[method-assign]
     manager.start()
     request_id = manager.add_request(tokens(0, 8), max_new_tokens=20)
+    assert begun.wait(wait_limit(10))
 
     def interrupt() -> None:
         wait_until(lambda: manager._loop.is_held)
@@ -311,3 +315,19 @@ def test_a_paused_engine_is_not_taken_for_a_stuck_one(tiny: PreTrainedModel) -> 
             manager._loop.last_step_time -= 1000
             assert manager.stats()["idle_s"] == 0
         collect(manager, ["r"])
+
+
+def test_the_engine_goes_on_between_pauses_however_close(tiny: PreTrainedModel) -> None:
+    with running(tiny) as manager:
+        manager.add_request(tokens(0, 8), "r", max_new_tokens=20)
+        pauses = 0
+        while live_now(manager):
+            with manager.pause(keep_cache=True):
+                pauses += 1
+            assert pauses < 100, "no step between two pauses"
+        (output,) = collect(manager, ["r"])
+        assert output.generated_tokens == ref(tiny, tokens(0, 8), 20)
+
+
+def live_now(manager: ContinuousBatchingManager) -> bool:
+    return bool(manager._loop._live)

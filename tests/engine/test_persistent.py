@@ -122,6 +122,8 @@ def test_a_manager_that_runs_is_left_to_its_owner(model: PreTrainedModel, tiny: 
         assert manager.is_running()
         (mine,) = collect(manager, ["mine"])
         assert mine.generated_tokens == ref(tiny, tokens(5, 20), 4)
+        assert generate(model, 2, persistent_manager=True).generated_tokens == ref(tiny, tokens(2, 20), 6)
+        assert manager.is_running() and kept(model) is manager
     assert persistent(model) is manager
 
 
