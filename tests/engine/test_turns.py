@@ -150,6 +150,9 @@ def test_a_pause_of_one_parks_both_and_both_forget(ranks: Ranks, tiny: PreTraine
     with follower.pause(keep_cache=True):
         pass
     assert cached_tokens() == [32, 32]
+    with follower.pause():
+        pass
+    assert cached_tokens() == [0, 0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
