@@ -65,6 +65,7 @@ class EngineCore:
         self.steps = 0
         self._overlap = overlap
         self._flights: deque[_Flight] = deque()  # oldest first; at most two, and outside `step` one
+        self.checksum = 0
 
     @property
     def has_work(self) -> bool:
