@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engine.distributed.nccl import disable_graph_mixing
+
 if TYPE_CHECKING:
     from transformers import CompileConfig
 
@@ -99,10 +101,12 @@ class ContinuousBatchingConfig:
         "setting is an error that names it.",
     )
     disable_nccl_graph_mixing: bool = _field(
-        True, "Under tensor parallelism with CUDA graphs: switch NCCL's graph mixing off. No effect without them."
+        True,
+        "Where there are several processes: switch NCCL's support for mixing calls inside and outside of CUDA graphs "
+        "off, unless NCCL_GRAPH_MIXING_SUPPORT is set. Make the config before the model is loaded.",
     )
     cpu_group_timeout: float | None = _field(
-        300.0, "Seconds before a collective operation of tensor parallel processes fails; None: never. Only these two."
+        300.0, "Seconds that one tensor parallel process waits for another, above 0; None: without limit."
     )
     use_default_compile_configs: bool | None = _field(None, "Deprecated: default_compile_level 3 (True) or 0 (False).")
     max_cached_graphs: int | None = _field(None, "Deprecated, has no effect: the number of graphs is not a concern.")
@@ -112,6 +116,8 @@ class ContinuousBatchingConfig:
         self._replace_deprecated()
         self._check_ranges()
         self._refuse_unsupported()
+        if self.disable_nccl_graph_mixing:
+            disable_graph_mixing()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ContinuousBatchingConfig:
@@ -200,6 +206,8 @@ class ContinuousBatchingConfig:
         self._check_number("cpu_offload_space", 0, math.inf, optional=True)
         self._check_number("cpu_offload_space_safety_threshold", 0, 1)
         self._check_number("cpu_group_timeout", 0, math.inf, optional=True)
+        if self.cpu_group_timeout == 0:
+            self._reject("cpu_group_timeout", "above 0")
         for field in dataclasses.fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 self._reject(field.name, "True or False")
@@ -254,7 +262,6 @@ class ContinuousBatchingConfig:
                 self.drop_unsupported_processors,
                 "leave it False and unset the settings that errors name",
             ),
-            "cpu_group_timeout": (self.cpu_group_timeout not in (300.0, None), "leave it 300, or None for no limit"),
         }
         for name, (asked, instead) in refused.items():
             if asked:

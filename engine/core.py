@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
+from array import array
 from typing import Any, Protocol
 
 from engine.outputs import GenerationOutput, StepOutput
@@ -48,6 +50,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.steps = 0
+        self.checksum = 0  # of all tokens sampled and steps failed, in order; tensor parallel processes compare it
 
     @property
     def has_work(self) -> bool:
@@ -80,6 +83,7 @@ class EngineCore:
             self.runner.sample(pending)
             result: StepOutput = pending.result()
         except Exception as error:
+            self.checksum = zlib.crc32(b"failed", self.checksum)
             return outputs + self._recover(batch, error)
         self.scheduler.step_done(batch)
         return outputs + self._update(batch, result)
@@ -87,6 +91,7 @@ class EngineCore:
     def _update(self, batch: ScheduledBatch, result: StepOutput) -> list[GenerationOutput]:
         """Append the sampled tokens and end what is complete."""
         outputs = []
+        self.checksum = zlib.crc32(array("q", result.token_ids), self.checksum)
         now = time.perf_counter()
         for i, row in enumerate(batch.sampled):
             request = batch.requests[row]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from engine.core import EngineCore
 from engine.delivery import Delivery, ResultHandler
+from engine.distributed.coordinator import Alone, Coordinator, Turn
 from engine.outputs import GenerationOutput
 from engine.request import Request
 
@@ -31,9 +32,10 @@ class _Stop(enum.IntEnum):
 class EngineLoop:
     """One session of the engine: what is submitted before `start` waits for it, then a thread serves until its end."""
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, coordinator: Coordinator | None = None) -> None:
         self._core: EngineCore
         self._delivery = delivery
+        self._coordinator = coordinator or Alone()
         self._changed = threading.Condition()
         self._inbox: deque[Request | str] = deque()  # a request to add, or an id to cancel
         self._live: set[str] = set()
@@ -80,9 +82,7 @@ class EngineLoop:
                 raise ValueError(
                     f"request id {min(taken)!r} is in use by a live request; ids must differ until it ends"
                 )
-            for request_id in ids:
-                self._delivery.open(request_id, handler)
-            self._live.update(ids)
+            self._expect(ids, handler)
             self._inbox.extend(requests)
             self._changed.notify()
 
@@ -112,6 +112,7 @@ class EngineLoop:
         except BaseException as error:  # the thread's last words: callers must learn why
             self.fatal_error = error
             logger.critical("the engine failed: %s", describe_error(error), exc_info=error)
+            self._coordinator.leave(error)
         finally:
             self._wind_up()
 
@@ -119,15 +120,29 @@ class EngineLoop:
         """Wait for work and let in what has come. False when the loop shall end."""
         with self._changed:
             while not (self._inbox or self._core.has_work or self._stop):
-                self._changed.wait()
+                self._changed.wait(self._coordinator.heartbeat_s)
                 self.last_step_time = time.monotonic()
-            inbox, self._inbox = self._inbox, deque()
-        for item in inbox:
+                if self._coordinator.heartbeat_s is not None:
+                    break
+            asked = Turn(list(self._inbox), self._stop, checksum=self._core.checksum)
+        turn = self._coordinator.agree(asked)
+        with self._changed:
+            for _ in asked.items:
+                self._inbox.popleft()  # only now: what fails before is told its end like the rest
+            self._stop = max(self._stop, _Stop(turn.stop))
+            if not self._coordinator.is_driver:
+                self._expect([item.request_id for item in turn.items if isinstance(item, Request)])
+        for item in turn.items:
             if isinstance(item, Request):
                 self._core.add(item)
             elif (output := self._core.cancel(item)) is not None:
                 self._publish([output])
-        return not (self._stop is _Stop.NOW or (self._stop is _Stop.WHEN_DONE and not self._core.has_work))
+        return not (turn.stop == _Stop.NOW or (turn.stop == _Stop.WHEN_DONE and not self._core.has_work))
+
+    def _expect(self, ids: list[str], handler: ResultHandler | None = None) -> None:
+        for request_id in ids:
+            self._delivery.open(request_id, handler)
+        self._live.update(ids)
 
     def _publish(self, outputs: list[GenerationOutput]) -> None:
         ended = [output.request_id for output in outputs if output.is_finished()]

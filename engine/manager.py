@@ -57,16 +57,20 @@ class ContinuousBatchingManager:
         config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
     ) -> None:
+        from engine.distributed.tensor_parallel import coordinator_for
         from engine.model.shadow import model_facts
 
         self._model: PreTrainedModel | None = model
         self.generation_config = merge_generation_config(model, generation_config)
         config = config or ContinuousBatchingConfig()
-        self.settings: Settings = resolve(config, model_facts(model), workload_hints or WorkloadHints())
+        facts = model_facts(model)
+        self._coordinator = coordinator_for(model, config.cpu_group_timeout)
+        weakref.finalize(self, self._coordinator.close)
+        self.settings: Settings = self._coordinator.agree_settings(lambda: resolve(config, facts, workload_hints))
         self._intake = Intake(self.settings, self.generation_config)
         self._delivery = Delivery()
         self._core: EngineCore | None = None
-        self._loop = EngineLoop(self._delivery)
+        self._loop = EngineLoop(self._delivery, self._coordinator)
         self._lock = threading.RLock()
         self._names = itertools.count()
 
@@ -87,7 +91,7 @@ class ContinuousBatchingManager:
             core.scheduler.cache.reset()  # the weights may have changed since the last session
             core.runner.refresh_weights()
             if self._loop.was_started:
-                self._loop = EngineLoop(self._delivery)
+                self._loop = EngineLoop(self._delivery, self._coordinator)
             # A manager that is dropped, or alive at the interpreter's exit, takes its thread with it.
             weakref.finalize(self, _abandon, self._loop)
             if self.settings.device_type == "cpu":
@@ -95,8 +99,14 @@ class ContinuousBatchingManager:
             self._loop.start(core)
 
     def warmup(self) -> None:
-        """Build the engine and run the model once, so that the first request meets no set-up cost."""
+        """Build the engine and run the model once, so that the first request meets no set-up cost.
+
+        Raises:
+            RuntimeError: the engine runs, and the model is shared with other processes that run it at the same time.
+        """
         with self._lock:
+            if self.is_running() and self._coordinator.heartbeat_s is not None:
+                raise RuntimeError("a tensor parallel engine is running: call warmup() before start()")
             self._build().runner.warmup()
 
     def is_running(self) -> bool:
@@ -145,6 +155,7 @@ class ContinuousBatchingManager:
         with self._lock:
             self._core = None
             self._model = None
+            self._coordinator.close()
 
     # Submitting
 
@@ -180,14 +191,15 @@ class ContinuousBatchingManager:
                 temperature, top_k, top_p, min_p.
 
         Returns:
-            The request's id; None, with a logged warning, when the manager is stopping or stopped.
+            The request's id; None, with a logged warning, when the manager is stopping or stopped. Also None in a
+            tensor parallel process that is not rank 0: the request of rank 0 counts, results appear in every process.
 
         Raises:
             ValueError: a value is out of range, the id is taken, or the request can never fit.
             TypeError: an unknown argument.
             RuntimeError: the engine failed; the message names the cause.
         """
-        if self._refuses():
+        if self._refuses() or not self._coordinator.is_driver:
             return None
         sampling.update(max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
         with self._lock:
@@ -220,7 +232,7 @@ class ContinuousBatchingManager:
         Returns:
             The ids in the order of `inputs`; None, with a logged warning, when the manager is stopping or stopped.
         """
-        if self._refuses():
+        if self._refuses() or not self._coordinator.is_driver:
             return None
         sampling.update(max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
         with self._lock:
@@ -252,7 +264,8 @@ class ContinuousBatchingManager:
                     requests.append(request)
                 except ValueError as error:
                     refused[name] = refused_output(name, ids, error)
-            self._loop.submit(self._intake.in_queue_order(requests))
+            if self._coordinator.is_driver:
+                self._loop.submit(self._intake.in_queue_order(requests))
         return refused
 
     def check_arguments(self, **arguments: Any) -> None:
@@ -331,7 +344,9 @@ class ContinuousBatchingManager:
                 safety_margin=self.settings.safety_margin,
                 policy=self.settings.scheduler_type,
             )
-            self._core = EngineCore(scheduler, _make_runner(self._model, self.settings))
+            model = self._model
+            runner = self._coordinator.together(lambda: _make_runner(model, self.settings))
+            self._core = EngineCore(scheduler, runner)
         return self._core
 
     def _refuses(self) -> bool:
@@ -350,12 +365,17 @@ class ContinuousBatchingManager:
 
 
 def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
+    from engine.distributed.sharding import tensor_parallel_mesh
     from engine.execution.model_runner import ModelRunner
     from engine.model.packed import pack_linears
     from engine.model.shadow import make_shadow
     from engine.sampling.sampler import Sampler
 
-    return ModelRunner(pack_linears(make_shadow(model)), settings, Sampler(settings.vocab_size))
+    shadow = make_shadow(model)
+    # Packed layers round differently, and whether they fit depends on this process's memory: all or none.
+    if tensor_parallel_mesh(model) is None:
+        shadow = pack_linears(shadow)
+    return ModelRunner(shadow, settings, Sampler(settings.vocab_size))
 
 
 def _abandon(loop: EngineLoop) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.distributed.sharding import local_kv_heads, rebind_forwards, shared_parts
 from engine.model.attention import ATTENTION_NAME, register_attention
 from engine.settings import ModelFacts
 
@@ -31,8 +32,10 @@ def make_shadow(model: PreTrainedModel) -> nn.Module:
         The copy in eval mode, whose layers call the engine's attention function.
     """
     register_attention()
-    tensors = [*model.parameters(), *model.buffers()]
-    shadow: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    shared = [*model.parameters(), *model.buffers(), *shared_parts(model)]
+    copies: dict[int, Any] = {id(part): part for part in shared}
+    shadow: nn.Module = copy.deepcopy(model, copies)
+    rebind_forwards(shadow, copies)
     for module in shadow.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation != ATTENTION_NAME:
@@ -64,7 +67,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
     return ModelFacts(
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        num_kv_heads=local_kv_heads(model, getattr(config, "num_key_value_heads", None) or num_heads),
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         dtype_bytes=dtype.itemsize,
         context_length=getattr(config, "max_position_embeddings", None),
