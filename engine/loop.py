@@ -112,9 +112,10 @@ class EngineLoop:
         except BaseException as error:  # the thread's last words: callers must learn why
             self.fatal_error = error
             logger.critical("the engine failed: %s", describe_error(error), exc_info=error)
-            self._coordinator.leave(error)
         finally:
             self._wind_up()
+            if self.fatal_error is not None:
+                self._coordinator.leave(self.fatal_error)
 
     def _take_inbox(self) -> bool:
         """Wait for work and let in what has come. False when the loop shall end."""

@@ -131,9 +131,10 @@ class TensorParallel:
 
     def close(self) -> None:
         self._ended = self._ended or "it was destroyed"
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            with suppress(ValueError):  # it went with the whole job's group
+                dist.destroy_process_group(group)
 
     def _maxima(self, *values: int, failure: str = "") -> list[int]:
         """The greatest of each value over all processes.

@@ -110,6 +110,12 @@ def one_call(model: PreTrainedModel) -> list[list[int]]:
     return [output.generated_tokens for output in outputs.values()]
 
 
+def experts(model: PreTrainedModel) -> list[list[int]]:
+    """Another family: experts, norms of heads, the head tied to the embedding."""
+    outputs = generate_batch(load("experts"), PROMPTS, NO_EOS, config(), max_new_tokens=4)
+    return [output.generated_tokens for output in outputs.values()]
+
+
 def few_blocks(model: PreTrainedModel) -> dict[str, Any]:
     """Prompts in chunks, preemption, sampled beside greedy; the processes were given different seeds and sizes."""
     fields = {"num_blocks": 12 + RANK, "max_batch_tokens": 32, "safety_margin": 0.0, "seed": 5 + RANK}
@@ -261,6 +267,7 @@ CHECKS: dict[str, list[Callable[[PreTrainedModel], Any]]] = {
         device_map,
         shadow,
         one_call,
+        experts,
         few_blocks,
         life,
         long_waits,

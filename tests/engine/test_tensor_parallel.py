@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine import init_continuous_batching
 from engine.distributed.coordinator import Alone, Turn
@@ -31,7 +31,7 @@ from engine.request import Request
 from engine.sampling.params import SamplingParams
 from tests.conftest import wait_limit
 from tests.harness import NO_EOS, config, tokens
-from tests.models import build_tiny, ref
+from tests.models import build_random, build_tiny, ref
 from tests.serving import ROOT, wait_until
 
 LIMIT_S = 120
@@ -39,12 +39,25 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 WORKER = "tests.engine.tensor_parallel_worker"
 PROMPTS = [tokens(seed, 14 * seed) for seed in range(1, 6)]
 GREEDY = tokens(9, 20)
+SHARED_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder(tiny: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def experts() -> PreTrainedModel:
+    fields = {name: getattr(build_tiny().config, name) for name in SHARED_FIELDS}
+    sizes = {"head_dim": 16, "num_hidden_layers": 2, "moe_intermediate_size": 32, "num_experts": 4}
+    config = Qwen3MoeConfig(**fields, **sizes, num_experts_per_tok=2, tie_word_embeddings=True)
+    return build_random(Qwen3MoeForCausalLM, config)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: PreTrainedModel, experts: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     tiny.save_pretrained(folder / "tiny")
+    experts.save_pretrained(folder / "experts")
     three = build_tiny(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=1)
     three.save_pretrained(folder / "three_kv_heads")
     return folder
@@ -101,6 +114,13 @@ def test_shadow_shares_the_shards_and_calls_its_own_modules(findings: list[dict[
 def test_one_call_gives_the_tokens_of_one_process(findings: list[dict[str, Any]], tiny: PreTrainedModel) -> None:
     expected = [ref(tiny, prompt, 8) for prompt in PROMPTS]
     assert [found["one_call"] for found in findings] == [expected, expected]
+
+
+def test_experts_and_a_tied_head_give_the_tokens_of_one_process(
+    findings: list[dict[str, Any]], experts: PreTrainedModel
+) -> None:
+    expected = [ref(experts, prompt, 4) for prompt in PROMPTS]
+    assert [found["experts"] for found in findings] == [expected, expected]
 
 
 def test_chunks_preemption_and_sampling_give_the_tokens_of_one_process(
