@@ -101,13 +101,11 @@ class ContinuousBatchingManager:
     def warmup(self) -> None:
         """Build the engine and run the model once, so that the first request meets no set-up cost.
 
-        Raises:
-            RuntimeError: the engine runs, and the model is shared with other processes that run it at the same time.
+        No effect on an engine that runs.
         """
         with self._lock:
-            if self.is_running() and self._coordinator.heartbeat_s is not None:
-                raise RuntimeError("a tensor parallel engine is running: call warmup() before start()")
-            self._build().runner.warmup()
+            if not self.is_running():
+                self._build().runner.warmup()
 
     def is_running(self) -> bool:
         """True while the engine thread lives."""

@@ -39,7 +39,7 @@ FOLDER = Path(sys.argv[2])
 PROMPTS = [tokens(seed, 14 * seed) for seed in range(1, 6)]
 GREEDY = tokens(9, 20)
 POISON = [7, *tokens(10, 20), 499]
-TIMEOUT_S = 3.0  # of the checks that outlast it
+TIMEOUT_S = 4.0  # of the checks that outlast it
 
 
 def load(name: str, **arguments: Any) -> PreTrainedModel:
@@ -143,6 +143,8 @@ def life(model: PreTrainedModel) -> dict[str, Any]:
     assert first is not None
     manager.cancel_request("long")
     cancelled = ended(manager)["long"]
+    if RANK == 0:
+        manager.warmup()  # of no effect while the engine runs: the other process would not answer
     manager.add_request(GREEDY, "kept", max_new_tokens=4)
     kept = ended(manager)["kept"]
     if RANK == 1:
@@ -152,7 +154,6 @@ def life(model: PreTrainedModel) -> dict[str, Any]:
     manager.start()
     manager.add_request(GREEDY, "again", max_new_tokens=4)
     again = ended(manager)["again"]
-    warmed = told(manager.warmup)
     manager.stop()
     manager.destroy()
     return {
@@ -161,20 +162,29 @@ def life(model: PreTrainedModel) -> dict[str, Any]:
         "kept": kept.generated_tokens,
         "stopped": stopped,
         "again": again.generated_tokens,
-        "warmup": warmed,
     }
 
 
 def long_waits(model: PreTrainedModel) -> dict[str, Any]:
-    """One engine idle and one paused for longer than the time limit; the model is used meanwhile."""
+    """One engine idle and one paused for longer than the time limit; the model is used meanwhile.
+
+    Before that one process pauses alone.
+    """
     limit = wait_limit(TIMEOUT_S)
     with running(model, cpu_group_timeout=limit) as idle, running(model, cpu_group_timeout=limit) as paused:
         paused.add_request(GREEDY, "paused", max_new_tokens=200)
+        steps = []
+        if RANK == 1:
+            with paused.pause():
+                for wait_s in (0.0, 0.2):
+                    time.sleep(wait_s)
+                    steps.append(core_of(paused).steps)
         with paused.pause():
             logits = model(input_ids=torch.tensor([GREEDY])).logits
             time.sleep(1.3 * limit)
         idle.add_request(GREEDY, "idle", max_new_tokens=4)
         return {
+            "steps": steps,
             "used": int(logits[0, -1].argmax()),
             "paused": ended(paused)["paused"].generated_tokens,
             "idle": ended(idle)["idle"].generated_tokens,
@@ -288,7 +298,7 @@ def main() -> None:
     if "RENDEZVOUS" in os.environ:
         dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=RANK, world_size=2)
     model = load("tiny")
-    findings: dict[str, Any] = {"nccl": os.environ.get("NCCL_GRAPH_MIXING_SUPPORT")}
+    findings: dict[str, Any] = {"rank": RANK, "nccl": os.environ.get("NCCL_GRAPH_MIXING_SUPPORT")}
     for check in CHECKS[sys.argv[1]]:
         started = time.monotonic()
         findings[check.__name__] = check(model)

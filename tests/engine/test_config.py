@@ -49,7 +49,7 @@ OFF: dict[str, list[Any]] = {
     "cpu_offload_space": [0],
     "cpu_offload_space_safety_threshold": [0.0],
     "disable_nccl_graph_mixing": [False],
-    "cpu_group_timeout": [None],
+    "cpu_group_timeout": [None, 600.0],
 }
 # Values that need a mechanism the engine does not have.
 REFUSED: dict[str, list[Any]] = {
@@ -66,7 +66,6 @@ REFUSED: dict[str, list[Any]] = {
     "cpu_offload_space_safety_threshold": [0.5, 1.0],
     "max_queue_size": [10],
     "drop_unsupported_processors": [True],
-    "cpu_group_timeout": [600.0],
 }
 DEPRECATED = {"block_size", "use_default_compile_configs", "max_cached_graphs"}
 
@@ -135,7 +134,7 @@ def test_unsupported_value_is_refused_by_name(name: str, value: Any) -> None:
         ("per_request_processors", ["true"]),
         ("drop_unsupported_processors", [None]),
         ("disable_nccl_graph_mixing", [0]),
-        ("cpu_group_timeout", [-1.0, "300"]),
+        ("cpu_group_timeout", [-1.0, 0, "300"]),
     ],
 )
 def test_out_of_range_is_a_value_error_naming_field_and_value(name: str, values: list[Any]) -> None:

@@ -148,13 +148,14 @@ def test_cancel_stop_and_start_reach_both(findings: list[dict[str, Any]], tiny: 
     status, generated = first["cancelled"]
     assert status == "CANCELLED" and 0 < len(generated) < 200
     assert first["kept"] == first["again"] == ref(tiny, GREEDY, 4)
-    assert first["stopped"] and "before start()" in first["warmup"]
+    assert first["stopped"]
 
 
 def test_idle_and_paused_engines_outlast_the_time_limit(findings: list[dict[str, Any]], tiny: PreTrainedModel) -> None:
     for found in findings:
         waits = found["long_waits"]
         assert waits["used"] == ref(tiny, GREEDY, 1)[0]
+        assert len(set(waits["steps"])) == found["rank"]  # none of the other process, the same twice of this one
         assert waits["paused"] == ref(tiny, GREEDY, 200) and waits["idle"] == ref(tiny, GREEDY, 4)
 
 
