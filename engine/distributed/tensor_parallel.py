@@ -52,9 +52,10 @@ def coordinator_for(model: nn.Module, timeout_s: float | None) -> Coordinator:
 class TensorParallel:
     """One of several processes that take the same turns.
 
-    A turn costs one reduction of seven integers, and a broadcast when requests have come. An error on one process ends
-    the sessions of all: at once where the others are between steps, else when `timeout_s` is over. An error that all
-    processes have in the same step, such as one that a request causes, is no such end: they handle it alike.
+    A turn costs one reduction of seven integers, and a broadcast when requests have come. An error on one process
+    only ends the sessions of all, as does its death. An error that all have in the same step, such as one that a
+    request causes, does not: they handle it alike. Others that wait for a process inside the model's own operations
+    are released when it exits, or by the time limit of the model's process group; `timeout_s` cannot reach them there.
 
     Args:
         ranks: the processes, as ranks of the whole job; the first one drives.
