@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import queue
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from rayapp.announce import log_to_terminal
 from rayapp.config import ModelConfig
-from rayapp.failures import EngineUnavailable, InvalidRequest
+from rayapp.failures import EngineUnavailable, InvalidRequest, Overloaded
 
 if TYPE_CHECKING:
     from engine.manager import ContinuousBatchingManager
@@ -166,9 +167,6 @@ class EngineActor:
         self._served = 0
 
     def _submit(self, request: dict[str, Any], mailbox: Mailbox) -> str:
-        sampling = dict(request["sampling"])
-        if sampling.pop("ignore_eos", False):
-            sampling["eos_token_id"] = -1
         try:
             request_id = self._engine.add_request(
                 request["prompt_ids"],
@@ -177,8 +175,11 @@ class EngineActor:
                 cache_salt=request.get("cache_salt"),
                 streaming=True,
                 result_handler=mailbox.put,
-                **sampling,
+                queue_timeout=0,  # this event loop serves everyone
+                **request["sampling"],
             )
+        except queue.Full as error:
+            raise Overloaded(str(error)) from None
         except (ValueError, TypeError) as error:
             raise InvalidRequest(str(error)) from None
         except RuntimeError as error:

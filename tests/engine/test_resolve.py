@@ -561,7 +561,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "prompt_lookup_num_tokens": (REFUSED, 3),
     "assistant_early_exit": (REFUSED, 3),
     "compile_config": (REFUSED, {}),
-    "continuous_batching_config": (REFUSED, {}),
+    "continuous_batching_config": (NO_EFFECT, {}),
     "low_memory": (REFUSED, True),
     "penalty_alpha": (REFUSED, 0.5),
     "dola_layers": (REFUSED, "low"),
