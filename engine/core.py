@@ -132,12 +132,14 @@ class EngineCore:
             flight = self._flights[0]
             result: StepOutput = flight.pending.result()
             self._flights.popleft()
-            self.scheduler.step_done(flight.batch)
             outputs += self._update(flight.batch, result)
         return outputs
 
     def _update(self, batch: ScheduledBatch, result: StepOutput) -> list[GenerationOutput]:
-        """Append the sampled tokens and end what is complete. Requests that have left since are passed over."""
+        """Append the sampled tokens and end what is complete.
+
+        Passed over are requests that have left since, or became suspects and so start again from their known tokens.
+        """
         outputs = []
         self.checksum = zlib.crc32(array("q", result.token_ids), self.checksum)
         now = time.perf_counter()
@@ -145,12 +147,16 @@ class EngineCore:
             batch.requests[row].add_prompt_logprobs(batch.starts[row] + 1, logprobs)
         for i, row in enumerate(batch.sampled):
             request = batch.requests[row]
-            if not self.scheduler.is_live(request):
+            if not self.scheduler.is_live(request) or not request.unknown:
                 continue
             request.unknown -= 1
             if i in result.errors:
-                outputs.append(self._fail(request, f"ValueError: {result.errors[i]}"))
+                if self.scheduler.is_suspect(request):
+                    outputs.append(self._fail(request, f"ValueError: {result.errors[i]}"))
+                else:
+                    self.scheduler.mistrust(request)
                 continue
+            self.scheduler.clear(request)
             token = result.token_ids[i]
             request.token_ids.append(token)
             if result.logprobs is not None and request.params.logprobs:

@@ -251,6 +251,13 @@ class KVCache:
             for group in range(self._layout.num_groups):
                 self._forget((group, own_hash))
 
+    def unhash_all(self, request: Request) -> None:
+        """Makes unfindable all blocks with the request's tokens, whoever has written them."""
+        entry = self._entries.get(request.request_id)
+        for block_hash in entry.hashes if entry is not None else ():
+            for group in range(self._layout.num_groups):
+                self._forget((group, block_hash))
+
     def reset(self) -> None:
         """Forgets every prefix. Running requests keep their blocks, and those that they fill later can be hit."""
         self._pool.drop_all_hashes()

@@ -36,8 +36,8 @@ class Scheduler:
             request while nothing runs.
         policy: a key of `POLICIES`.
 
-    A step that failed makes its requests suspects: each runs alone until it has its next token, before anything
-    else runs. Every mention of order means (priority, arrival), the lower first.
+    A step that failed makes its requests suspects, and so do unusable scores: each runs alone until it has its next
+    token, before anything else runs. Every mention of order means (priority, arrival), the lower first.
     """
 
     def __init__(
@@ -139,11 +139,15 @@ class Scheduler:
             batch.copies = self.cache.take_copies()
         return batch
 
-    def step_done(self, batch: ScheduledBatch) -> None:
-        """After a step that succeeded: a suspect that has got its next token is none any more."""
-        if self._suspects:
-            for row in batch.sampled:
-                self._suspects.pop(batch.requests[row].request_id, None)
+    def clear(self, request: Request) -> None:
+        """It has got its next token: if it was a suspect, it is none any more."""
+        self._suspects.pop(request.request_id, None)
+
+    def mistrust(self, request: Request) -> None:
+        """Its scores cannot be used, perhaps through a prefix that another has written: it becomes a suspect, and what
+        is cached of its tokens is forgotten."""
+        self.cache.unhash_all(request)
+        self._suspect(request)
 
     def on_step_failed(self, batch: ScheduledBatch) -> None:
         """After a step that raised: what it was to write is unhashed, and its requests become suspects.
@@ -155,10 +159,7 @@ class Scheduler:
             self.cache.copies_failed(batch.copies)
         for request in sorted(batch.requests, key=_order):
             if self.is_live(request):
-                self._stop_running(request)
-                self._waiting.pop(request.request_id, None)
-                request.unknown = 0
-                self._suspects[request.request_id] = request
+                self._suspect(request)
 
     def preempt_all(self) -> None:
         """Takes the blocks of everything that runs; all of it resumes in its order."""
@@ -179,6 +180,12 @@ class Scheduler:
     def is_suspect(self, request: Request) -> bool:
         """Whether a step with this live request failed and it has not got a token since."""
         return self._suspects.get(request.request_id) is request
+
+    def _suspect(self, request: Request) -> None:
+        self._stop_running(request)
+        self._waiting.pop(request.request_id, None)
+        request.unknown = 0
+        self._suspects[request.request_id] = request
 
     def _schedule_suspect(self, batch: ScheduledBatch) -> None:
         """The first suspect alone. It may take blocks from running requests: alone it always has enough."""

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from engine import ContinuousBatchingManager, GenerationOutput, RequestStatus
 from tests.architectures import WINDOW, build
-from tests.harness import check_whole, collect, core_of, running
+from tests.harness import Stepper, check_whole, collect, core_of, running, tokens
 from tests.models import build_tiny, ref
 
 RAISES, IS_NAN = 510, 511
 MAX_NEW = 12
-HICCUP_AFTER = 30  # forward passes since the last that raised: all that failed with it has run again
+HICCUP_AFTER = 30  # forward passes: by then all that failed together has run again
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "plenty": {},
@@ -155,12 +155,12 @@ def build_poisonous(windows: bool) -> PreTrainedModel:
     with torch.no_grad():
         model.get_input_embeddings().weight[IS_NAN] = float("nan")
         model.lm_head.weight[[RAISES, IS_NAN]] = 0
-    calms = 0  # forward passes since one raised
+    calms = 0  # forward passes since the last with poison or a hiccup
 
     def raise_now_and_then(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         nonlocal calms
         (input_ids,) = inputs
-        calms += 1
+        calms = 0 if (input_ids == IS_NAN).any() else calms + 1
         poisoned = bool((input_ids == RAISES).any())
         if poisoned or (model.hiccups and calms > HICCUP_AFTER):
             calms = 0
@@ -196,3 +196,24 @@ def test_survivors_of_a_storm_have_the_tokens_of_a_calm_day(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_many_long_storms(name: str, seed: int) -> None:
     storm(seed, name, 1500)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("later", [False, True], ids=["in the same step", "in a later step"])
+def test_a_prefix_spoiled_by_a_nan_behind_it_is_computed_again(later: bool, overlap: bool) -> None:
+    """Attention may spread a NaN to tokens before it, whose blocks others can hit before anyone knows."""
+    model = build_poisonous(windows=False)
+    model.hiccups = False
+    stepper = Stepper(model, max_batch_tokens=256 if not later else 30)
+    stepper.core._overlap = overlap
+    head = tokens(0, 20, 500)
+    poisoned = stepper.add([*head, IS_NAN, *tokens(1, 30, 500)], 8)
+    if later:
+        stepper.step()
+    healthy = [stepper.add([*head, *tokens(seed, 5, 500)], 8) for seed in range(3)]
+    stepper.drain()
+    results = stepper.results()
+    assert results[poisoned.request_id].status is RequestStatus.FAILED
+    for request in healthy:
+        assert results[request.request_id].generated_tokens == ref(model, request.prompt_ids, 8)
+    assert any(request.cached_tokens for request in healthy), "nobody hit what was spoiled"

@@ -189,12 +189,12 @@ class Engine:
         """Takes results, oldest first, until `keep` launched batches are left."""
         while len(self.flights) > keep:
             batch = self.flights.pop(0)
-            self.scheduler.step_done(batch)
             for row in batch.sampled:
                 request = batch.requests[row]
                 token = self.pages.sampled[request].pop(0)
-                if not self.scheduler.is_live(request):
+                if not self.scheduler.is_live(request) or not request.unknown:
                     continue
+                self.scheduler.clear(request)
                 request.token_ids.append(token)
                 request.unknown -= 1
                 if request.num_output_tokens >= request.params.max_new_tokens:
@@ -223,6 +223,27 @@ class Engine:
         self.pages.spoil(request, self.blocks_in_use())
         request.finish_reason = FinishReason.ERROR
         self.cache.check_integrity(self.scheduler.live())
+
+    def rot(self, request: Request) -> list[Request]:
+        """Its scores turn out to be unusable, and so do those of all that share a block with it; who these are."""
+        rotten = set(self.tables_of(request))
+        sharing = [
+            other
+            for other in self.scheduler.live()
+            if self.cache.holds(other) and rotten.intersection(self.tables_of(other))
+        ]
+        for other in sharing:
+            self.scheduler.mistrust(other)
+        for block in rotten:
+            page = self.pages.device.get(block, {})
+            page.update(_spoilt(page, True))
+        self.land(0)
+        self.cache.check_integrity(self.scheduler.live())
+        return sharing
+
+    def tables_of(self, request: Request) -> list[int]:
+        """All blocks that it holds."""
+        return [block for table in self.cache.tables(request) for block in table if block]
 
     def end_outgrown(self, batch: ScheduledBatch) -> None:
         for request in batch.outgrown:

@@ -137,6 +137,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.fail(request)
         self.gone.add(request)
 
+    @precondition(lambda self: self.engine.scheduler.num_running)
+    @rule(index=st.integers(0, 9))
+    def rot_under_many(self, index: int) -> None:
+        """Blocks turn out to be rotten before anyone is known to be to blame: all that hold one begin again, alone."""
+        running = [request for request in self.engine.scheduler.live() if self.engine.cache.holds(request)]
+        for request in self.engine.rot(running[index % len(running)]):
+            assert self.engine.scheduler.is_suspect(request)
+            assert not self.engine.cache.holds(request)
+        self.rivals.clear()
+
     @precondition(lambda self: self.engine.scheduler.has_work)
     @rule(index=st.integers(0, 99))
     def cancel(self, index: int) -> None:
