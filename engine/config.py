@@ -1,7 +1,7 @@
 """`ContinuousBatchingConfig`: the fields of the guide, their help, validation and deprecations.
 
 Made by users and by `install()`; read only by `engine.settings.resolve`. Knows nothing of models or devices and
-loads no torch. A field whose mechanism the engine lacks refuses every value that would need it.
+loads no torch: what a device cannot do is found out, and said, when the config is resolved.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engine.distributed.nccl import disable_graph_mixing
+
 if TYPE_CHECKING:
     from transformers import CompileConfig
 
 SCHEDULER_TYPES = ("fifo", "prefill_first")
+COMPILE_FIELDS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 
 def _field(default: Any, help: str) -> Any:
@@ -32,8 +35,8 @@ class ContinuousBatchingConfig:
     Every field has its help in the dataclass metadata (`help_text`). None means "the engine chooses".
 
     Raises:
-        ValueError: a value has the wrong type or is out of range.
-        NotImplementedError: a value needs a mechanism that the engine does not have.
+        ValueError: a value has the wrong type, is out of range or contradicts another.
+        NotImplementedError: a compile config wants one graph of the whole model.
     """
 
     page_size: int | None = _field(
@@ -54,25 +57,40 @@ class ContinuousBatchingConfig:
         "Never more than max_batch_tokens or num_blocks.",
     )
     max_blocks_per_request: int | None = _field(
-        None, "Width of the block table of the kernel for decode-only steps; 0: no such kernel, the only choice so far."
+        None,
+        "Width of the block table of the kernel for decode-only steps; 0: such steps run as all others do. None: for "
+        "the lengths of the workload hints, else 32; 0 where there is no such kernel, or layers with a window.",
     )
     allow_block_sharing: bool = _field(True, "Requests with a common prefix share its blocks (prefix caching).")
-    use_async_batching: bool | None = _field(None, "Schedule the next step while this one runs. Only off so far.")
-    use_cuda_graph: bool | tuple[bool, bool] | None = _field(
-        None, "Replay recorded CUDA graphs, for (mixed, decode-only) steps or both. Only off so far."
+    use_async_batching: bool | None = _field(
+        None, "Schedule the next step while this one runs; needs CUDA graphs. None: with CUDA graphs."
     )
-    q_padding_interval_size: int = _field(0, "Query tokens that CUDA graphs pad to. Only 0 so far.")
-    kv_padding_interval_size: int = _field(0, "Cached tokens that CUDA graphs pad to. Only 0 so far.")
+    use_cuda_graph: bool | tuple[bool, bool] | None = _field(
+        None,
+        "Replay recorded CUDA graphs, for (mixed, decode-only) steps or both. None: only if a padding interval or "
+        "use_async_batching asks for it.",
+    )
+    q_padding_interval_size: int = _field(
+        0, "Multiple to which steps that are replayed pad their query tokens; asks for CUDA graphs. 0: 64."
+    )
+    kv_padding_interval_size: int = _field(
+        0, "Multiple to which steps that are replayed pad their cached tokens; asks for CUDA graphs. 0: 16384."
+    )
     varlen_compile_config: CompileConfig | dict[str, Any] | None = dataclasses.field(
-        default=None, metadata={"help": "`CompileConfig` for mixed steps. Only None so far."}
+        default=None, metadata={"help": "`CompileConfig` of mixed steps, or its fields. None: default_compile_level."}
     )
     decode_compile_config: CompileConfig | dict[str, Any] | None = dataclasses.field(
-        default=None, metadata={"help": "`CompileConfig` for decode-only steps. Only None so far."}
+        default=None,
+        metadata={"help": "`CompileConfig` of decode-only steps, or its fields. None: default_compile_level."},
     )
     default_compile_level: int = _field(
-        0, "How hard to compile the model where no compile config is set, 0 to 3. Only 0."
+        0,
+        "How hard to compile the model where no compile config is set: 0 not, 1 mode 'default', 2 "
+        "'max-autotune-no-cudagraphs', 3 as 2 for fixed shapes. Mixed steps with FlashAttention are not compiled.",
     )
-    scheduler_type: str = _field("fifo", "'fifo': decoding requests first; 'prefill_first' is not there yet.")
+    scheduler_type: str = _field(
+        "fifo", "'fifo': decoding requests first; 'prefill_first': those whose prompt is not complete."
+    )
     safety_margin: float | None = _field(
         None,
         "Share of the blocks, in [0, 1], that waiting requests must leave free for running ones. None: 0.15 for fifo, "
@@ -81,28 +99,32 @@ class ContinuousBatchingConfig:
     return_logprobs: bool = _field(False, "Return the log-probability of every generated token.")
     seed: int | None = _field(None, "What the random streams of requests without a seed derive from. None: random.")
     auto_switch_to_flash: bool = _field(
-        True, "Use FlashAttention where there is a kernel for the device; none so far, so both values do the same."
+        True,
+        "Models loaded with eager or sdpa attention may run a faster one that the device has. False: they keep it.",
     )
     cpu_offload_space: float | None = _field(
-        0.0, "GiB of host memory for blocks that leave the device; None: by the threshold. Only 0 so far."
+        0.0,
+        "GiB of host memory for blocks that leave the device. None: what cpu_offload_space_safety_threshold allows.",
     )
     cpu_offload_space_safety_threshold: float = _field(
-        0.8, "Share of the host's free memory that offloading may take; 0: no offloading. Only these two so far."
+        0.8, "Share of the host's free memory, in [0, 1], that offloading may take; 0: no offloading."
     )
-    max_queue_size: int = _field(0, "Requests that may wait; 0: no bound, the only choice so far.")
+    max_queue_size: int = _field(0, "Requests that may wait to be taken in; 0: no bound.")
     per_request_processors: bool = _field(
         False, "Requests may bring their own do_sample, temperature, top_k, top_p and min_p."
     )
     drop_unsupported_processors: bool = _field(
         False,
-        "Drop settings of the GenerationConfig that the engine does not support, with a warning. Only False: such a "
+        "Drop settings of the GenerationConfig that the engine does not support, with a warning. False: such a "
         "setting is an error that names it.",
     )
     disable_nccl_graph_mixing: bool = _field(
-        True, "Under tensor parallelism with CUDA graphs: switch NCCL's graph mixing off. No effect without them."
+        True,
+        "Where there are several processes: switch NCCL's support for mixing calls inside and outside of CUDA graphs "
+        "off, unless NCCL_GRAPH_MIXING_SUPPORT is set. Make the config before the model is loaded.",
     )
     cpu_group_timeout: float | None = _field(
-        300.0, "Seconds before a collective operation of tensor parallel processes fails; None: never. Only these two."
+        300.0, "Seconds that one tensor parallel process waits for another, above 0; None: without limit."
     )
     use_default_compile_configs: bool | None = _field(None, "Deprecated: default_compile_level 3 (True) or 0 (False).")
     max_cached_graphs: int | None = _field(None, "Deprecated, has no effect: the number of graphs is not a concern.")
@@ -111,7 +133,11 @@ class ContinuousBatchingConfig:
     def __post_init__(self) -> None:
         self._replace_deprecated()
         self._check_ranges()
-        self._refuse_unsupported()
+        self._check_graphs()
+        for name in ("varlen_compile_config", "decode_compile_config"):
+            self._check_compile(name)
+        if self.disable_nccl_graph_mixing:
+            disable_graph_mixing()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ContinuousBatchingConfig:
@@ -135,7 +161,7 @@ class ContinuousBatchingConfig:
 
         Raises:
             TypeError: not such an object.
-            NotImplementedError: it sets a field that this engine does not know, or one that it cannot follow.
+            NotImplementedError: it sets a field that this engine does not know.
         """
         if isinstance(config, cls):
             return config
@@ -163,6 +189,17 @@ class ContinuousBatchingConfig:
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
+
+    def compile_fields(self, name: str) -> dict[str, Any] | None:
+        """The fields that `varlen_compile_config` or `decode_compile_config` sets; None when it is not set."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        if isinstance(value, Mapping):
+            return dict(value)
+        if not all(hasattr(value, field) for field in COMPILE_FIELDS):
+            self._reject(name, "a CompileConfig, a dict of its fields, or None")
+        return {field: getattr(value, field) for field in COMPILE_FIELDS}
 
     def _replace_deprecated(self) -> None:
         if self.block_size is not None:
@@ -200,16 +237,42 @@ class ContinuousBatchingConfig:
         self._check_number("cpu_offload_space", 0, math.inf, optional=True)
         self._check_number("cpu_offload_space_safety_threshold", 0, 1)
         self._check_number("cpu_group_timeout", 0, math.inf, optional=True)
+        if self.cpu_group_timeout == 0:
+            self._reject("cpu_group_timeout", "above 0, or None for no limit")
         for field in dataclasses.fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 self._reject(field.name, "True or False")
-        if self.use_async_batching not in (None, True, False):
+        if not isinstance(self.use_async_batching, bool | None):
             self._reject("use_async_batching", "True, False or None")
         if not isinstance(self.scheduler_type, str) or self.scheduler_type not in SCHEDULER_TYPES:
             self._reject("scheduler_type", " or ".join(map(repr, SCHEDULER_TYPES)))
-        pair = self.use_cuda_graph if isinstance(self.use_cuda_graph, tuple | list) else (self.use_cuda_graph,) * 2
-        if len(pair) != 2 or any(each not in (None, True, False) for each in pair):
+
+    def _check_graphs(self) -> None:
+        if isinstance(self.use_cuda_graph, list):
+            self._set("use_cuda_graph", tuple(self.use_cuda_graph))
+        value = self.use_cuda_graph
+        pair = isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, bool) for each in value)
+        if not (value is None or isinstance(value, bool) or pair):
             self._reject("use_cuda_graph", "True, False, None or a pair of booleans")
+        if self.use_async_batching and value in (False, (False, False)):
+            raise ValueError(
+                f"use_async_batching=True needs CUDA graphs, and use_cuda_graph={value!r} switches them off: leave one "
+                "of the two None"
+            )
+
+    def _check_compile(self, name: str) -> None:
+        fields = self.compile_fields(name) or {}
+        unknown = [key for key in fields if key not in COMPILE_FIELDS]
+        if unknown:
+            raise ValueError(f"{name} has the key {unknown[0]!r}: it may have {', '.join(COMPILE_FIELDS)}")
+        if fields.get("fullgraph"):
+            raise NotImplementedError(
+                f"{name} sets fullgraph=True: attention stays outside of the compiled graphs, leave fullgraph False"
+            )
+        if not isinstance(fields.get("dynamic"), bool | None):
+            self._reject(name, "a CompileConfig whose dynamic is True, False or None")
+        if not isinstance(fields.get("mode"), str | None) or not isinstance(fields.get("options"), Mapping | None):
+            self._reject(name, "a CompileConfig whose mode is a string or None and whose options are a dict or None")
 
     def _check_int(self, name: str, low: int | None, high: int | None = None, *, optional: bool = False) -> None:
         value = getattr(self, name)
@@ -224,41 +287,13 @@ class ContinuousBatchingConfig:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._reject(name, "a number" + (" or None" if optional else ""))
+        if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
+            self._reject(name, "a finite number" + (" or None" if optional else ""))
         if not low <= value <= high:
             self._reject(name, f"at least {low}" if high == math.inf else f"between {low} and {high}")
 
     def _reject(self, name: str, expected: str) -> NoReturn:
         raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {expected}")
-
-    def _refuse_unsupported(self) -> None:
-        graphs = self.use_cuda_graph
-        refused = {
-            "max_blocks_per_request": (bool(self.max_blocks_per_request), "leave it None or 0"),
-            "use_async_batching": (bool(self.use_async_batching), "leave it None or False"),
-            "use_cuda_graph": (any(graphs) if isinstance(graphs, tuple | list) else graphs, "leave it None or False"),
-            "q_padding_interval_size": (self.q_padding_interval_size > 0, "leave it 0"),
-            "kv_padding_interval_size": (self.kv_padding_interval_size > 0, "leave it 0"),
-            "varlen_compile_config": (self.varlen_compile_config is not None, "leave it None"),
-            "decode_compile_config": (self.decode_compile_config is not None, "leave it None"),
-            "default_compile_level": (self.default_compile_level > 0, "leave it 0"),
-            "scheduler_type": (self.scheduler_type != "fifo", "use 'fifo'"),
-            "cpu_offload_space": (self.cpu_offload_space != 0, "leave it 0"),
-            "cpu_offload_space_safety_threshold": (
-                self.cpu_offload_space_safety_threshold not in (0.8, 0.0),
-                "leave it 0.8, or 0 for no offloading",
-            ),
-            "max_queue_size": (self.max_queue_size > 0, "leave it 0"),
-            "drop_unsupported_processors": (
-                self.drop_unsupported_processors,
-                "leave it False and unset the settings that errors name",
-            ),
-            "cpu_group_timeout": (self.cpu_group_timeout not in (300.0, None), "leave it 300, or None for no limit"),
-        }
-        for name, (asked, instead) in refused.items():
-            if asked:
-                raise NotImplementedError(f"{name}={getattr(self, name)!r} is not supported yet: {instead}")
 
 
 @dataclass(frozen=True)
@@ -266,8 +301,8 @@ class WorkloadHints:
     """What is known of the requests to come; 0 means unknown. Sizes defaults, never limits a request.
 
     Attributes:
-        max_prompt_length: tokens of the longest prompt; sizes the block table of decode-only steps, of no use so far.
-        max_generated_length: tokens that a request generates at most; as max_prompt_length.
+        max_prompt_length: tokens of the longest prompt; with the next one, it sizes the decode fast path.
+        max_generated_length: tokens that a request generates at most.
         num_requests: requests to come; sizes the request cap.
     """
 

@@ -35,7 +35,7 @@ class Runner(Protocol):
     def warmup(self) -> None:
         """Run the model once, so that the first step meets no set-up cost."""
 
-    def refresh_weights(self) -> None:
+    def refresh_weights(self) -> bool:
         """Make what was written into the weights since the last call count; no step runs meanwhile."""
 
 

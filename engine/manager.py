@@ -323,7 +323,14 @@ class ContinuousBatchingManager:
         if self._core is None:
             if self._model is None:
                 raise RuntimeError("the manager was destroyed; make a new one")
-            cache = KVCache(self.settings.num_blocks, self.settings.page_size, sharing=self.settings.sharing)
+            cache = KVCache(
+                self.settings.num_blocks,
+                self.settings.page_size,
+                self.settings.groups,
+                self.settings.sharing,
+                max_step_tokens=self.settings.max_batch_tokens,
+                host_slots=self.settings.host_slots,
+            )
             scheduler = Scheduler(
                 cache,
                 max_batch_tokens=self.settings.max_batch_tokens,
@@ -331,7 +338,9 @@ class ContinuousBatchingManager:
                 safety_margin=self.settings.safety_margin,
                 policy=self.settings.scheduler_type,
             )
-            self._core = EngineCore(scheduler, _make_runner(self._model, self.settings))
+            self._core = EngineCore(
+                scheduler, _make_runner(self._model, self.settings), overlap=self.settings.async_batching
+            )
         return self._core
 
     def _refuses(self) -> bool:

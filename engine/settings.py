@@ -6,22 +6,26 @@ Called once by the manager when it is made; every other part reads `Settings` on
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
+from engine import sizing
+from engine.acceleration import Acceleration, Capabilities, CompileSettings, resolve_acceleration
 from engine.cache.groups import LayerGroup, plan_groups
+from engine.cache.layout import Layout
 from engine.config import ContinuousBatchingConfig, WorkloadHints
+from engine.memory import available_memory
+from engine.sizing import GIB, StepSize
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_GIB = 1 << 30
-_MIN_BATCH_TOKENS = 256
-_DEFAULT_REQUESTS = 1024
 _DEFAULT_MARGIN = {"fifo": 0.15, "prefill_first": 0.0}
-_MAX_HOST_BLOCKS = 65536  # each costs host memory for its bookkeeping from the start
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Settings:
 
     Attributes:
         page_size: tokens per block.
-        num_blocks: usable blocks; the null block comes on top.
+        num_blocks: usable blocks; the null block and the trash block come on top.
         max_batch_tokens: tokens of one step.
         max_requests: requests that run at the same time.
         safety_margin: share of blocks that waiting requests must leave free.
@@ -87,6 +91,17 @@ class Settings:
         kv_bytes_per_block: bytes of one block over the layers of a group.
         device_type: where the model runs.
         groups: which layers share one block table.
+        max_blocks_per_request: blocks of a request in the decode-only path, which longer ones do not take; 0: no path.
+        graphs: whether (mixed, decode-only) steps are recorded and replayed, if the device's operations allow it.
+        q_padding: replayed or statically compiled mixed steps have a multiple of so many tokens.
+        kv_padding: replayed mixed steps read a multiple of so many cached tokens.
+        async_batching: schedule the next step while this one runs.
+        mixed_compile, decode_compile: how the forward of such steps is compiled; None: not.
+        auto_switch_to_flash: faster attention may replace the implementation that the model was loaded with.
+        host_slots: blocks that the host keeps of those that left the device.
+        max_queue_size: requests that may wait to be taken in; 0: any number.
+        drop_unsupported_processors: unsupported settings of a GenerationConfig are dropped, not refused.
+        cpu_group_timeout: seconds until a collective operation between processes fails; None: never.
     """
 
     page_size: int
@@ -104,11 +119,28 @@ class Settings:
     kv_bytes_per_block: int
     device_type: str
     groups: tuple[LayerGroup, ...]
+    max_blocks_per_request: int = 0
+    graphs: tuple[bool, bool] = (False, False)
+    q_padding: int = 64
+    kv_padding: int = 16384
+    async_batching: bool = False
+    mixed_compile: CompileSettings | None = None
+    decode_compile: CompileSettings | None = None
+    auto_switch_to_flash: bool = True
+    host_slots: int = 0
+    max_queue_size: int = 0
+    drop_unsupported_processors: bool = False
+    cpu_group_timeout: float | None = 300.0
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the whole KV cache holds."""
-        return self.num_blocks * self.page_size
+        """Tokens of the longest request that fits when it has the cache to itself."""
+        return self.layout.longest_request(self.num_blocks)
+
+    @property
+    def layout(self) -> Layout:
+        """Which blocks a request holds."""
+        return Layout(self.page_size, self.groups, self.max_batch_tokens)
 
 
 def resolve(
@@ -117,36 +149,45 @@ def resolve(
     hints: WorkloadHints | None = None,
     *,
     memory: int | None = None,
+    host_memory: int | None = None,
+    capabilities: Capabilities | None = None,
 ) -> Settings:
-    """Settle every setting.
+    """Settle every setting. What was asked for and cannot be had is said in the log.
 
     Args:
         config: what the user asked for.
         facts: of the model.
         hints: what is known of the requests to come.
-        memory: free bytes to plan with; None reads them from the system.
+        memory: free bytes to plan with where the model is; None reads them from the system.
+        host_memory: likewise of the host, where the model is on another device.
+        capabilities: of the device; None tells them by its type.
 
     Raises:
         MemoryError: the KV cache or the step buffers do not fit in the memory budget; the text has the numbers.
-        ValueError: the system does not tell its free memory and num_blocks is not set.
+        ValueError: the system does not tell its free memory and num_blocks, or the space for offloading, is not set.
     """
     hints = hints or WorkloadHints()
-    device = _CUDA if facts.device_type == "cuda" else _HOST
+    defaults = _CUDA if facts.device_type == "cuda" else _HOST
     if memory is None:
         memory = available_memory(facts.device_type, facts.device_index)
-    budget = None if memory is None else int(memory * _given(config.max_memory_percent, device.memory_percent))
-    page_size = _given(config.page_size, device.page_size)
-    max_batch_tokens = config.max_batch_tokens or _default_batch_tokens(device, facts, budget)
-    max_requests = config.max_requests_per_batch or _default_requests(hints, facts, budget)
-    max_requests = min(max_requests, max_batch_tokens)
-    block_bytes = facts.kv_bytes_per_token * page_size
-    step_bytes = max_batch_tokens * _token_bytes(facts) + max_requests * _row_bytes(facts)
-    num_blocks = _num_blocks(config, facts, page_size, block_bytes, step_bytes, budget)
-    return Settings(
+    budget = None if memory is None else int(memory * _given(config.max_memory_percent, defaults.memory_percent))
+    groups = plan_groups(facts.windows)
+    page_size = _given(config.page_size, defaults.page_size)
+    device = capabilities or Capabilities.of(facts.device_type)
+    acceleration = resolve_acceleration(config, facts, hints, page_size, device)
+    step = _step_size(config, facts, hints, defaults, budget, acceleration)
+    block_bytes = sizing.block_bytes(facts, groups, page_size)
+    num_blocks = _num_blocks(config, facts, groups, page_size, step, budget)
+    if facts.device_type == "cpu":
+        taken = step.bytes(facts) + (num_blocks + sizing.RESERVED_BLOCKS) * block_bytes
+        host_memory = None if memory is None else max(0, memory - taken)
+    elif host_memory is None and config.cpu_offload_space != 0:
+        host_memory = available_memory("cpu")
+    settings = Settings(
         page_size=page_size,
         num_blocks=num_blocks,
-        max_batch_tokens=max_batch_tokens,
-        max_requests=min(max_requests, num_blocks),
+        max_batch_tokens=step.tokens,
+        max_requests=max(1, min(step.requests, num_blocks // len(groups))),
         safety_margin=_given(config.safety_margin, _DEFAULT_MARGIN[config.scheduler_type]),
         sharing=config.allow_block_sharing,
         return_logprobs=config.return_logprobs,
@@ -157,157 +198,136 @@ def resolve(
         vocab_size=facts.vocab_size,
         kv_bytes_per_block=block_bytes,
         device_type=facts.device_type,
-        groups=plan_groups(facts.windows),
+        groups=groups,
+        auto_switch_to_flash=config.auto_switch_to_flash,
+        host_slots=_host_slots(config, host_memory, block_bytes),
+        max_queue_size=config.max_queue_size,
+        drop_unsupported_processors=config.drop_unsupported_processors,
+        cpu_group_timeout=config.cpu_group_timeout,
+        **{field.name: getattr(acceleration, field.name) for field in dataclasses.fields(acceleration)},
     )
+    _say_what_has_no_effect(config, settings)
+    return settings
 
 
 def describe(settings: Settings) -> list[str]:
     """Lines for the start-up log: what the engine runs with and what fits."""
-    size = settings.num_blocks * settings.kv_bytes_per_block / _GIB
-    concurrency = settings.cache_tokens / settings.context_length
-    return [
-        f"KV cache: {settings.cache_tokens:,} tokens, {settings.num_blocks:,} blocks of {settings.page_size}, "
-        f"{size:.2f} GiB",
-        f"maximum concurrency: {concurrency:.2f} requests of {settings.context_length:,} tokens",
+    size = settings.num_blocks * settings.kv_bytes_per_block / GIB
+    tokens = min(settings.cache_tokens, settings.num_blocks * settings.page_size)
+    each = settings.layout.need(0, settings.context_length)
+    groups = f" for {len(settings.groups)} groups of layers" if len(settings.groups) > 1 else ""
+    lines = [
+        f"KV cache: {tokens:,} tokens, {settings.num_blocks:,} blocks of {settings.page_size}{groups}, {size:.2f} GiB",
+        f"maximum concurrency: {settings.num_blocks / each:.2f} requests of {settings.context_length:,} tokens",
         f"step: at most {settings.max_batch_tokens:,} tokens and {settings.max_requests:,} requests, "
         f"{settings.scheduler_type}, safety margin {settings.safety_margin:g}",
-        f"prefix caching: {'on' if settings.sharing else 'off'}; seed {settings.seed}",
+        f"prefix caching: {_on(settings.sharing)}; seed {settings.seed}",
+        f"decode fast path: {settings.max_blocks_per_request or 'no'} blocks; CUDA graphs: mixed "
+        f"{_on(settings.graphs[0])}, decode {_on(settings.graphs[1])}; async batching: {_on(settings.async_batching)}",
     ]
-
-
-def available_memory(
-    device_type: str = "cpu",
-    device_index: int | None = None,
-    *,
-    meminfo: str = "/proc/meminfo",
-    cgroup_root: str = "/sys/fs/cgroup",
-    own_cgroup: str = "/proc/self/cgroup",
-) -> int | None:
-    """Bytes that this process can still take, or None where the system does not say.
-
-    On CUDA: free device memory, and what torch keeps cached. Elsewhere: the least of the system's available memory
-    and what each control group (v1 or v2) above this process leaves.
-    """
-    if device_type == "cuda":
-        import torch
-
-        free, _ = torch.cuda.mem_get_info(device_index)
-        return free + torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index)
-    limits = [_system_available(Path(meminfo)), *_cgroup_rooms(Path(cgroup_root), Path(own_cgroup))]
-    known = [limit for limit in limits if limit is not None]
-    return max(0, min(known)) if known else None
+    if settings.host_slots:
+        size = settings.host_slots * settings.kv_bytes_per_block / GIB
+        lines.append(f"offloading: {settings.host_slots:,} blocks on the host, {size:.2f} GiB")
+    for name, compiled in (("mixed", settings.mixed_compile), ("decode-only", settings.decode_compile)):
+        if compiled is not None:
+            lines.append(f"{name} steps are compiled: mode {compiled.mode}, dynamic {compiled.dynamic}")
+    return lines
 
 
 def _given(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _token_bytes(facts: ModelFacts) -> int:
-    """Step memory of one token: hidden states, projections and the gated MLP, some 16 vectors of the model's width."""
-    return 16 * facts.num_heads * facts.head_dim * facts.dtype_bytes
+def _on(value: bool) -> str:
+    return "on" if value else "off"
 
 
-def _row_bytes(facts: ModelFacts) -> int:
-    """Step memory of one row of logits: as the model gives them, as float32, and two float32 copies in sampling."""
-    return facts.vocab_size * (facts.dtype_bytes + 12)
-
-
-def _default_batch_tokens(device: _DeviceDefaults, facts: ModelFacts, budget: int | None) -> int:
-    """The device's default, cut so that a step's tokens take an eighth of the budget at most; not below 256."""
-    if budget is None:
-        return device.max_batch_tokens
-    return max(_MIN_BATCH_TOKENS, min(device.max_batch_tokens, budget // 8 // _token_bytes(facts)))
-
-
-def _default_requests(hints: WorkloadHints, facts: ModelFacts, budget: int | None) -> int:
-    """As many as the hints name, at most 1024, cut so that the logits take an eighth of the budget at most."""
-    count = min(hints.num_requests or _DEFAULT_REQUESTS, _DEFAULT_REQUESTS)
-    return count if budget is None else max(1, min(count, budget // 8 // _row_bytes(facts)))
+def _step_size(
+    config: ContinuousBatchingConfig,
+    facts: ModelFacts,
+    hints: WorkloadHints,
+    defaults: _DeviceDefaults,
+    budget: int | None,
+    acceleration: Acceleration,
+) -> StepSize:
+    tokens = config.max_batch_tokens or sizing.default_batch_tokens(defaults.max_batch_tokens, facts, budget)
+    requests = config.max_requests_per_batch or sizing.default_requests(hints.num_requests, facts, budget)
+    return StepSize(
+        tokens=tokens,
+        requests=min(requests, tokens),
+        max_blocks=acceleration.max_blocks_per_request,
+        input_sets=0 if not any(acceleration.graphs) else 2 if acceleration.async_batching else 1,
+    )
 
 
 def _num_blocks(
     config: ContinuousBatchingConfig,
     facts: ModelFacts,
+    groups: tuple[LayerGroup, ...],
     page_size: int,
-    block_bytes: int,
-    step_bytes: int,
+    step: StepSize,
     budget: int | None,
 ) -> int:
     if budget is None:
         if config.num_blocks is None:
             raise ValueError("the free memory of this system is not known: set num_blocks")
         return config.num_blocks
-    fitting = (budget - step_bytes) // block_bytes - 1  # the null block takes one
-    wanted = 1 if config.num_blocks is None else config.num_blocks
-    if wanted > fitting:
-        needed = step_bytes + (wanted + 1) * block_bytes
-        raise MemoryError(
-            f"{wanted} blocks of {page_size} tokens and the buffers of a step take {needed / _GIB:.2f} GiB "
-            f"({step_bytes / _GIB:.2f} GiB for the buffers), {(needed - budget) / _GIB:.2f} more than the budget of "
-            f"{budget / _GIB:.2f} GiB: lower num_blocks, max_batch_tokens or max_requests_per_batch, or raise "
-            "max_memory_percent"
+    most = None
+    if facts.device_type != "cuda":
+        most = sizing.MAX_HOST_BLOCKS
+        if facts.context_length is not None:
+            each = Layout(page_size, groups, step.tokens).need(0, facts.context_length)
+            most = min(most, sizing.DEFAULT_REQUESTS * each)
+    size = sizing.block_bytes(facts, groups, page_size)
+    return sizing.fit_blocks(config.num_blocks, most, page_size, size, step.bytes(facts), budget)
+
+
+def _host_slots(config: ContinuousBatchingConfig, memory: int | None, block_bytes: int) -> int:
+    """Blocks that offloading may keep in `memory`, the bytes that are free on the host once the engine runs."""
+    space, share = config.cpu_offload_space, config.cpu_offload_space_safety_threshold
+    if space == 0 or share == 0:
+        if space != 0:
+            logger.warning("cpu_offload_space=%s has no effect: cpu_offload_space_safety_threshold is 0", space)
+        return 0
+    if not config.allow_block_sharing:
+        logger.warning("cpu_offload_space=%s has no effect: blocks come back as prefixes, which are not shared", space)
+        return 0
+    if memory is None:
+        if space is None:
+            raise ValueError("the free memory of this system is not known: set cpu_offload_space")
+        logger.warning("cpu_offload_space=%s is not checked: the free memory of this system is not known", space)
+        return int(space * GIB) // block_bytes
+    limit = int(share * memory)
+    if space is None:
+        return min(limit // block_bytes, sizing.MAX_HOST_BLOCKS)
+    if space * GIB > limit:
+        logger.warning(
+            "cpu_offload_space is cut from %.2f to %.2f GiB, %g of the %.2f GiB that are free "
+            "(cpu_offload_space_safety_threshold)",
+            space,
+            limit / GIB,
+            share,
+            memory / GIB,
         )
-    if config.num_blocks is not None:
-        return config.num_blocks
-    if facts.device_type == "cuda":
-        return fitting
-    most = _MAX_HOST_BLOCKS
-    if facts.context_length is not None:
-        most = min(most, _DEFAULT_REQUESTS * -(-facts.context_length // page_size))
-    return min(fitting, most)
+    slots = min(int(space * GIB), limit) // block_bytes
+    if not slots:
+        logger.warning("nothing is offloaded: a block takes %.2f GiB, more than there is", block_bytes / GIB)
+    return slots
 
 
-def _system_available(meminfo: Path) -> int | None:
-    """MemAvailable in bytes; physical pages that are free where there is no such file."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-
-
-def _cgroup_rooms(root: Path, own: Path) -> list[int]:
-    """Bytes left under the limit of each control group that this process is in."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return []
-    rooms = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names = ("memory.max", "memory.current", "inactive_file")
-            base = root
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            base = root / "memory"
-        else:
-            continue
-        group = base / path.strip("/")
-        for folder in (group, *group.parents):  # a container may see its own group as the root
-            room = _room(folder, *names)
-            if room is not None:
-                rooms.append(room)
-            if folder == base:
-                break
-    return rooms
-
-
-def _room(folder: Path, limit_name: str, used_name: str, reclaimable_name: str) -> int | None:
-    """Limit minus use of one control group, page cache that can be dropped not counted; None without a limit."""
-    try:
-        limit = int((folder / limit_name).read_text())  # "max" is no number
-        used = int((folder / used_name).read_text())
-    except (OSError, ValueError):
-        return None
-    try:
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        used -= int(stat.get(reclaimable_name, 0))
-    except (OSError, ValueError):
-        pass
-    return limit - used
+def _say_what_has_no_effect(config: ContinuousBatchingConfig, settings: Settings) -> None:
+    """Log the fields that were set and mean nothing here; those that are only partly followed have said so."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    static = settings.mixed_compile is not None and settings.mixed_compile.dynamic is False
+    graphs = any(settings.graphs)
+    reasons = {
+        "q_padding_interval_size": (not graphs and not static, "no steps are replayed"),
+        "kv_padding_interval_size": (not graphs, "no steps are replayed"),
+        "cpu_offload_space_safety_threshold": (config.cpu_offload_space == 0, "cpu_offload_space is 0"),
+        "cpu_group_timeout": (alone, "this process shares its model with no other"),
+        "disable_nccl_graph_mixing": (alone, "this process shares its model with no other"),
+    }
+    for name, value in config.non_default().items():
+        without, reason = reasons.get(name, (False, ""))
+        if without:
+            logger.info("%s=%r has no effect: %s", name, value, reason)

@@ -1,17 +1,48 @@
 """Turns a `ScheduledBatch` into the arrays of one forward pass.
 
-Called by the model runner once a step. Reads requests and block tables, changes nothing.
+Called by the model runner once a step. Reads requests and block tables, changes nothing; everything stays on the host.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from engine.ops.interface import PackedRows
+from engine.request import Request
 from engine.scheduling.batch import ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Prompt positions of one row whose logits are kept, for log-probabilities of the tokens that follow them.
+
+    Attributes:
+        row: of the batch.
+        first: where its logits begin among all that are kept; `count` of them.
+        next_ids: the token after each position.
+        k: most likely tokens to list with each.
+    """
+
+    row: int
+    first: int
+    next_ids: list[int]
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Tokens that the step before this one is still sampling.
+
+    Attributes:
+        at: int64 [n], where they belong in `input_ids`.
+        source: int64 [n], which sampled row of the step before each is.
+    """
+
+    at: np.ndarray
+    source: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,22 +50,36 @@ class InputBatch:
     """One step, packed into a single sequence.
 
     Attributes:
-        input_ids: int64 [1, tokens].
-        position_ids: int64 [1, tokens], position of each token in its own request.
-        keep: int64 [sampled rows], where the last token of each sampled row is, in the order of `batch.sampled`.
+        input_ids: int64 [tokens]; 0 where a token is carried.
+        position_ids: int64 [tokens], position of each token in its own request.
+        keep: int64 [kept], tokens whose logits are wanted: first the last one of each sampled row, in the order of
+            `batch.sampled`, then those of `prompts`.
         rows: the same rows for the ops.
+        prompts: rows that keep logits at prompt positions.
+        carried: None when every token is known.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    keep: torch.Tensor
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    keep: np.ndarray
     rows: PackedRows
+    prompts: list[PromptPart]
+    carried: Carried | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
 
 
-def make_input_batch(batch: ScheduledBatch, device: torch.device, *, cached: bool = True) -> InputBatch:
+def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *, cached: bool = True) -> InputBatch:
     """Packs the rows: those of one token first, longest context first, then the others as scheduled.
 
-    `cached` False leaves the cache alone: every row must start at 0.
+    Args:
+        previous: requests that the step before this one is sampling, in its order.
+        cached: False leaves the cache alone: every row must start at 0.
+
+    Raises:
+        RuntimeError: a token is not known and nobody is sampling it.
     """
     counts = np.array(batch.counts, dtype=np.int64)
     starts = np.array(batch.starts, dtype=np.int64)
@@ -44,11 +89,20 @@ def make_input_batch(batch: ScheduledBatch, device: torch.device, *, cached: boo
     lasts = np.cumsum(counts)
     offsets = lasts - counts
     token_ids: list[int] = []
-    for row, start, count in zip(order.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        token_ids += batch.requests[row].token_ids[start : start + count]
+    unknown: list[tuple[int, Request]] = []
+    for row, start, last in zip(order.tolist(), starts.tolist(), lasts.tolist(), strict=True):
+        token_ids += batch.requests[row].token_ids[start : start + last - len(token_ids)]
+        if len(token_ids) < last:
+            token_ids.append(0)
+            unknown.append((last - 1, batch.requests[row]))
+        if len(token_ids) != last:
+            raise RuntimeError(f"request {batch.requests[row].request_id!r} is scheduled beyond its tokens")
     positions = np.arange(len(token_ids)) + np.repeat(starts - offsets, counts)
-    last_token = np.empty_like(lasts)
-    last_token[order] = lasts - 1
+    offset_of = np.empty_like(offsets)
+    offset_of[order] = offsets
+    sampled = np.array(batch.sampled, dtype=np.int64)
+    keep = offset_of[sampled] + np.array(batch.counts, dtype=np.int64)[sampled] - 1
+    prompts, prompt_keep = _prompt_parts(batch, offset_of, len(keep))
     rows = PackedRows(
         starts=starts,
         counts=counts,
@@ -57,17 +111,66 @@ def make_input_batch(batch: ScheduledBatch, device: torch.device, *, cached: boo
         num_single=int(single.sum()),
     )
     return InputBatch(
-        input_ids=_tensor(np.array(token_ids, dtype=np.int64)[None], device),
-        position_ids=_tensor(positions[None], device),
-        keep=_tensor(last_token[np.array(batch.sampled, dtype=np.int64)], device),
+        input_ids=np.array(token_ids, dtype=np.int64),
+        position_ids=positions,
+        keep=np.concatenate([keep, *prompt_keep]),
         rows=rows,
+        prompts=prompts,
+        carried=_carried(unknown, previous) if unknown else None,
+    )
+
+
+def pad(inputs: InputBatch, num_tokens: int, trash_block: int, page_size: int) -> InputBatch:
+    """The batch with a last row of its own so that it has `num_tokens` tokens; its K/V goes to the trash block."""
+    missing = num_tokens - inputs.num_tokens
+    if not missing:
+        return inputs
+    rows = inputs.rows
+    tables = rows.block_tables
+    if tables is not None:
+        padding = [trash_block] * -(-missing // page_size)
+        tables = [[*group, padding] for group in tables]
+    return replace(
+        inputs,
+        input_ids=np.concatenate([inputs.input_ids, np.zeros(missing, dtype=np.int64)]),
+        position_ids=np.concatenate([inputs.position_ids, np.arange(missing)]),
+        rows=PackedRows(
+            starts=np.append(rows.starts, 0),
+            counts=np.append(rows.counts, missing),
+            offsets=np.append(rows.offsets, inputs.num_tokens),
+            block_tables=tables,
+            num_single=rows.num_single,
+        ),
+    )
+
+
+def _prompt_parts(batch: ScheduledBatch, offsets: np.ndarray, kept: int) -> tuple[list[PromptPart], list[np.ndarray]]:
+    """Rows whose prompt is to be scored, and where in the packed order the logits for it are."""
+    parts: list[PromptPart] = []
+    keep: list[np.ndarray] = []
+    for row, request in enumerate(batch.requests):
+        if not request.needs_prompt_logprobs:
+            continue
+        start = batch.starts[row]
+        next_ids = request.prompt_ids[start + 1 : start + 1 + batch.counts[row]]
+        if next_ids:
+            parts.append(PromptPart(row, kept, next_ids, request.params.prompt_logprobs or 0))
+            keep.append(offsets[row] + np.arange(len(next_ids)))
+            kept += len(next_ids)
+    return parts, keep
+
+
+def _carried(unknown: list[tuple[int, Request]], previous: Sequence[Request]) -> Carried:
+    places = {id(request): i for i, request in enumerate(previous)}
+    for _, request in unknown:
+        if id(request) not in places:
+            raise RuntimeError(f"a token of request {request.request_id!r} is not known and no step is sampling it")
+    return Carried(
+        at=np.array([at for at, _ in unknown]),
+        source=np.array([places[id(request)] for _, request in unknown]),
     )
 
 
 def _by_group(tables: list[list[list[int]]], order: list[int]) -> list[list[list[int]]]:
     """[row][group] in the batch's order -> [group][row] in packed order."""
     return [[tables[row][group] for row in order] for group in range(len(tables[0]))]
-
-
-def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -6,24 +6,33 @@ whom a block belongs to. Whatever raises leaves the runner as usable as before.
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from engine.execution.input_batch import make_input_batch
-from engine.execution.kv_tensors import allocate
-from engine.model.attention import CONTEXT_ARGUMENT, StepContext
-from engine.model.packed import refresh_packed
-from engine.model.shadow import model_facts
+from engine.acceleration import CompileSettings
+from engine.execution.compilation import compile_forward
+from engine.execution.forward import Forward
+from engine.execution.graphs import CudaGraphs, GraphBackend, GraphRunner, StepShape
+from engine.execution.input_batch import PromptPart, make_input_batch
+from engine.execution.kv_tensors import HostKV, KVTensors, allocate
+from engine.execution.paths import DecodePath, MixedPath, PathSizes
+from engine.model.packed import WeightWatch
+from engine.model.shadow import attention_of, model_facts
 from engine.ops import make_ops
 from engine.ops.interface import Ops
 from engine.outputs import StepOutput
-from engine.request import Request
+from engine.request import Request, TokenLogprobs
+from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampled, Sampler
 from engine.scheduling.batch import ScheduledBatch
 from engine.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 class Pending:
@@ -32,16 +41,35 @@ class Pending:
     Attributes:
         requests: those that get a token, in the order of `batch.sampled`.
         logits: [len(requests), vocab_size] in the model's dtype.
+        prompts: by row of the batch, logits at prompt positions, the token after each, how many likely ones to list.
+        token_ids: int64 [len(requests)] on the device, for the step that follows; None before `sample`.
     """
 
-    __slots__ = ("_sampled", "logits", "requests")
+    __slots__ = ("_prompt_logprobs", "_ready", "_sampled", "logits", "prompts", "requests", "token_ids")
 
-    def __init__(self, requests: list[Request], logits: torch.Tensor) -> None:
+    def __init__(self, requests: list[Request], logits: torch.Tensor, prompts: Sequence[PromptPart] = ()) -> None:
         self.requests = requests
-        self.logits = logits
+        self.logits = logits[: len(requests)]
+        self.prompts = {
+            part.row: (logits[part.first : part.first + len(part.next_ids)], torch.tensor(part.next_ids), part.k)
+            for part in prompts
+        }
+        self.token_ids: torch.Tensor | None = None
         self._sampled: Sampled | None = None
+        self._ready: torch.cuda.Event | None = None
+        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
-    def set_sampled(self, sampled: Sampled) -> None:
+    def set_sampled(self, sampled: Sampled | None, scored: dict[int, list[TokenLogprobs]]) -> None:
+        self._prompt_logprobs, self.prompts = scored, {}
+        if sampled is None:
+            return
+        self.token_ids = sampled.token_ids
+        if sampled.token_ids.device.type == "cuda":  # to read them later must not wait for a step launched since
+            sampled = dataclasses.replace(
+                sampled, token_ids=_start_to_host(sampled.token_ids), bad=_start_to_host(sampled.bad)
+            )
+            self._ready = torch.cuda.Event()
+            self._ready.record()
         self._sampled = sampled
 
     def result(self) -> StepOutput:
@@ -50,11 +78,16 @@ class Pending:
         Raises:
             RuntimeError: the step was not sampled.
         """
-        if not self.requests:
-            return StepOutput([])
-        if self._sampled is None:
+        if self._ready is not None:
+            self._ready.synchronize()
+        if self._sampled is not None:
+            output = self._sampled.read()
+        elif self.requests or self.prompts:
             raise RuntimeError("result() before sample()")
-        return self._sampled.read()
+        else:
+            output = StepOutput([])
+        output.prompt_logprobs = self._prompt_logprobs
+        return output
 
 
 class ModelRunner:
@@ -62,9 +95,11 @@ class ModelRunner:
 
     Args:
         model: what `make_shadow` returned.
-        settings: sizes of the cache and of a step.
+        settings: sizes of the cache and of a step, and how steps run.
         sampler: chooses tokens from logits; made for the model's vocabulary when None.
-        ops: operations bound to a cache; made for the model's device when None.
+        ops: operations bound to `kv`; None makes those of the model's device.
+        kv: the cache, with a trash block; None allocates one.
+        graph_backend: records steps; None takes CUDA graphs on CUDA, and records nothing elsewhere.
 
     Raises:
         NotImplementedError: the engine cannot run this architecture; found by running one token.
@@ -72,85 +107,157 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: nn.Module, settings: Settings, sampler: Sampler | None = None, ops: Ops | None = None
+        self,
+        model: nn.Module,
+        settings: Settings,
+        sampler: Sampler | None = None,
+        ops: Ops | None = None,
+        kv: KVTensors | None = None,
+        graph_backend: GraphBackend | None = None,
     ) -> None:
         self._model = model
         self._facts = facts = model_facts(model)
         self._sampler = sampler or Sampler(facts.vocab_size)
-        weight = next(model.parameters())
-        self._device = weight.device
+        self._device = next(model.parameters()).device
+        self._num_groups = len(settings.groups)
         self._max_warmup_tokens = min(settings.max_batch_tokens, settings.context_length)
+        kv = kv or self._allocate(settings)
+        self._host = HostKV(kv, settings.host_slots) if settings.host_slots else None
         self._ops = ops or make_ops(
-            allocate(
-                max(len(group.layers) for group in settings.groups),
-                settings.num_blocks,
-                facts.num_kv_heads,
-                settings.page_size,
-                facts.head_dim,
-                model.dtype,  # type: ignore[arg-type]
-                self._device,
-            ),
-            settings.groups,
+            kv, settings.groups, attention=attention_of(model), auto_switch=settings.auto_switch_to_flash
         )
+        self._weights = WeightWatch(model)
+        self._sizes = PathSizes(
+            page_size=settings.page_size,
+            trash_block=kv.num_blocks_allocated - 1,
+            max_tokens=settings.max_batch_tokens,
+            max_rows=settings.max_requests,
+            max_blocks=settings.max_blocks_per_request,
+            q_padding=settings.q_padding,
+            kv_padding=settings.kv_padding,
+        )
+        self._make_paths(settings, graph_backend)
         self.probe()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, previous: Pending | None = None) -> Pending:
         """Runs the forward pass of a batch that is not empty: writes its K/V, computes the sampled rows' logits.
 
+        Copies between device and host that the batch needs are run first.
+
+        Args:
+            previous: a step that was sampled and whose tokens are not known yet; rows may begin with one of them.
+
         Raises:
             Exception: whatever the model raises; the blocks of the batch then hold anything.
         """
-        return self._launch(batch, cached=True)
+        if batch.copies is not None:
+            if self._host is None:
+                raise RuntimeError("the batch copies blocks from or to the host, which keeps none")
+            self._host.run(batch.copies)
+        return self._launch(batch, previous)
 
     @torch.inference_mode()
     def sample(self, pending: Pending, masks: torch.Tensor | None = None) -> None:
-        """Chooses the tokens of a launched step.
+        """Chooses the tokens of a launched step, and scores the prompt tokens that it was asked to.
 
         Args:
             masks: bool [rows, vocab_size], True where a token may be chosen; None allows all.
         """
+        scored = {row: prompt_logprobs(*asked) for row, asked in pending.prompts.items()}
         if not pending.requests:
+            pending.set_sampled(None, scored)
             return
         logits = pending.logits
         if masks is not None:
             logits = logits.masked_fill(~masks.to(self._device), float("-inf"))
-        pending.set_sampled(self._sampler(logits, self._sampler.plan(pending.requests)))
+        pending.set_sampled(self._sampler(logits, self._sampler.plan(pending.requests)), scored)
 
     def probe(self) -> None:
         """Runs the model on one throw-away token that leaves the cache alone; raises what the model raises."""
-        self._dry_run(1)
-
-    def warmup(self) -> None:
-        """Runs a largest and a smallest step through the real path, so that no request pays for first-time set-up."""
-        for tokens in {self._max_warmup_tokens, 1}:
-            self._dry_run(tokens)
-
-    def refresh_weights(self) -> None:
-        """Makes what was written into the weights since the last call count. Only while no step runs."""
-        refresh_packed(self._model)
+        self._dry_run(1, cached=False)
 
     @torch.inference_mode()
-    def _dry_run(self, tokens: int) -> None:
-        request = Request("dry-run", [0] * tokens, tokens, SamplingParams(max_new_tokens=1))
-        pending = self._launch(ScheduledBatch([request], [0], [tokens], [[[]]], [0]), cached=False)
+    def warmup(self) -> None:
+        """Runs a largest and a smallest step through the real path, so that no request pays for first-time set-up.
+
+        Where steps are replayed, the largest mixed one and every size of decode-only ones are recorded, the largest
+        first, in whose memory the others then fit. K/V goes to the trash block.
+        """
+        for _ in range(self._num_input_sets):
+            self._dry_run(self._max_warmup_tokens)
+        if self._decode is not None:
+            for size in reversed(self._decode.padded_sizes):
+                for _ in range(self._num_input_sets):
+                    self._decode.run(make_input_batch(self._dry_batch(1)), size=size)
+        self._dry_run(1)
+
+    def refresh_weights(self) -> bool:
+        """Makes what was written into the weights since the last call count. Only while no step runs.
+
+        Returns:
+            Whether anything was written; True at the first call.
+        """
+        return self._weights.refresh()
+
+    def _allocate(self, settings: Settings) -> KVTensors:
+        return allocate(
+            max(len(group.layers) for group in settings.groups),
+            settings.num_blocks,
+            self._facts.num_kv_heads,
+            settings.page_size,
+            self._facts.head_dim,
+            self._model.dtype,  # type: ignore[arg-type]
+            self._device,
+            trash=True,
+        )
+
+    def _make_paths(self, settings: Settings, backend: GraphBackend | None) -> None:
+        if backend is None and self._device.type == "cuda" and any(settings.graphs):
+            backend = CudaGraphs()
+        has_decode_path = settings.max_blocks_per_request > 0 and self._ops.supports_graphs[1]
+        possible = (self._ops.supports_graphs[0], has_decode_path)
+        recorders = [backend if all(pair) else None for pair in zip(settings.graphs, possible, strict=True)]
+        for kind, wanted, recorder in zip(("mixed", "decode-only"), settings.graphs, recorders, strict=True):
+            if wanted and recorder is None:
+                logger.warning("%s steps are not replayed: the operations of this device have no fixed shapes", kind)
+        self._num_input_sets = 2 if settings.async_batching and any(recorders) else 1
+        self._mixed = MixedPath(*self._path_parts(settings.mixed_compile, recorders[0], settings.max_batch_tokens))
+        self._decode: DecodePath | None = None
+        if has_decode_path:
+            self._decode = DecodePath(*self._path_parts(settings.decode_compile, recorders[1], settings.max_requests))
+
+    def _path_parts(
+        self, compiled: CompileSettings | None, recorder: GraphBackend | None, max_tokens: int
+    ) -> tuple[Forward, Ops, PathSizes, GraphRunner | None, CompileSettings | None]:
+        run = None if compiled is None else compile_forward(self._model, compiled)
+        forward = Forward(self._model, self._ops, self._facts.num_layers, run)
+        graphs = None
+        if recorder is not None:
+            largest = StepShape(max_tokens, min(max_tokens, self._sizes.max_rows))
+            graphs = GraphRunner(forward, recorder, largest, self._num_input_sets)
+        return forward, self._ops, self._sizes, graphs, compiled
+
+    @torch.inference_mode()
+    def _dry_run(self, tokens: int, *, cached: bool = True) -> None:
+        pending = self._launch(self._dry_batch(tokens), cached=cached)
         self.sample(pending)
         pending.result()
 
-    def _launch(self, batch: ScheduledBatch, cached: bool) -> Pending:
-        inputs = make_input_batch(batch, self._device, cached=cached)
-        context = StepContext(self._ops, self._ops.plan(inputs.rows))
-        arguments: dict[str, Any] = {CONTEXT_ARGUMENT: context}
-        output = self._model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            logits_to_keep=inputs.keep,
-            **arguments,
-        )
-        if context.layers != self._facts.num_layers:
-            raise NotImplementedError(
-                f"{context.layers} of {self._facts.num_layers} layers of {type(self._model).__name__} ran the engine's "
-                "attention; the engine cannot run this architecture"
-            )
-        return Pending([batch.requests[row] for row in batch.sampled], output.logits[0])
+    def _dry_batch(self, tokens: int) -> ScheduledBatch:
+        """One request of the engine's own, all in the trash block."""
+        request = Request("dry-run", [0] * tokens, tokens, SamplingParams(max_new_tokens=1))
+        table = [self._sizes.trash_block] * -(-tokens // self._sizes.page_size)
+        return ScheduledBatch([request], [0], [tokens], [[table] * self._num_groups], [0])
+
+    def _launch(self, batch: ScheduledBatch, previous: Pending | None = None, *, cached: bool = True) -> Pending:
+        inputs = make_input_batch(batch, previous.requests if previous else (), cached=cached)
+        path: MixedPath | DecodePath = self._mixed
+        if self._decode is not None and self._decode.takes(inputs.rows):
+            path = self._decode
+        logits = path.run(inputs, previous.token_ids if previous else None)
+        return Pending([batch.requests[row] for row in batch.sampled], logits, inputs.prompts)
+
+
+def _start_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

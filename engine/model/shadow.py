@@ -7,6 +7,8 @@ stay as they are, and what is written in place into its weights is seen by the c
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +19,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.model.attention import ATTENTION_NAME, register_attention
 from engine.settings import ModelFacts
 
-_FULL_ATTENTION = "full_attention"
-# Their frequencies depend on the longest position of a forward pass, so that one request would change another's.
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+logger = logging.getLogger(__name__)
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# What keeps layers of other types from running on pages of K and V.
+_REASONS = {
+    "chunked_attention": "attend within chunks of fixed borders",
+    "compressed_sparse_attention": "attend to compressed keys",
+    "heavily_compressed_attention": "attend to compressed keys",
+    "indexed_attention": "choose their keys by an index",
+    "minimax_m3_sparse": "choose their keys by an index",
+    "linear_attention": "keep a recurrent state",
+    "conv": "keep a state of their convolution",
+    "hybrid": "keep a recurrent state beside K and V",
+    "hybrid_sliding": "keep a recurrent state beside K and V",
+}
+_ASKED = "_attention_asked_for"
 
 
 def make_shadow(model: PreTrainedModel) -> nn.Module:
@@ -31,13 +46,27 @@ def make_shadow(model: PreTrainedModel) -> nn.Module:
         The copy in eval mode, whose layers call the engine's attention function.
     """
     register_attention()
-    tensors = [*model.parameters(), *model.buffers()]
+    _log_cut_context(model)
+    tensors = [*model.parameters(), *_shared_buffers(model)]
     shadow: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    setattr(shadow, _ASKED, attention_of(model))
     for module in shadow.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation != ATTENTION_NAME:
             config._attn_implementation = ATTENTION_NAME
     return shadow.eval()
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention implementation that the user's model was loaded with, also for its shadow."""
+    return getattr(model, _ASKED, None) or str(_text_config(model)._attn_implementation)
+
+
+def _shared_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All buffers but rotary frequencies that a forward pass writes into."""
+    for module in model.modules():
+        if not _adapts(getattr(module, "rope_type", None)):
+            yield from module.buffers(recurse=False)
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
@@ -47,12 +76,10 @@ def model_facts(model: nn.Module) -> ModelFacts:
         NotImplementedError: an attention type, a position encoding or a placement that the engine cannot run.
         ValueError: the weights are not loaded.
     """
-    config: Any = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    config = _text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise NotImplementedError(f"{type(model).__name__} is an encoder-decoder model; only decoders are supported")
-    for rope_type in _rope_types(config):
-        if rope_type in _BATCH_DEPENDENT_ROPE:
-            raise NotImplementedError(f"rope_type {rope_type!r} of {type(model).__name__} is not supported yet")
+    _check_forward(model)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         raise NotImplementedError(f"the model lies on {len(devices)} devices ({devices}); it must lie on one")
@@ -60,14 +87,14 @@ def model_facts(model: nn.Module) -> ModelFacts:
     if device.type == "meta":
         raise ValueError("the model's weights are not loaded (device meta)")
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
-    num_heads = config.num_attention_heads
+    num_heads = _uniform(config, "num_attention_heads")
     return ModelFacts(
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        num_kv_heads=_uniform(config, "num_key_value_heads") or num_heads,
+        head_dim=_uniform(config, "head_dim") or config.hidden_size // num_heads,
         dtype_bytes=dtype.itemsize,
-        context_length=getattr(config, "max_position_embeddings", None),
+        context_length=_context_length(model, config),
         vocab_size=model.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
         device_type=device.type,
         windows=_windows(model, config),
@@ -75,27 +102,106 @@ def model_facts(model: nn.Module) -> ModelFacts:
     )
 
 
+def _text_config(model: nn.Module) -> Any:
+    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+
+
+def _check_forward(model: nn.Module) -> None:
+    """
+    Raises:
+        NotImplementedError: the engine's input would not reach the model, or not mean what it should.
+    """
+    for name in ("position_ids", "logits_to_keep"):
+        if isinstance(model, PreTrainedModel) and name not in inspect.signature(model.forward).parameters:
+            raise NotImplementedError(f"the forward of {type(model).__name__} does not take {name}")
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise NotImplementedError(f"{type(module).__name__} counts positions from the padding token's id on")
+
+
+def _uniform(config: Any, name: str) -> Any:
+    """A size that all layers have; None where the config does not tell.
+
+    Raises:
+        NotImplementedError: it differs from layer to layer.
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError as error:  # so transformers says that it differs
+        raise NotImplementedError(f"{name} differs between layers; K and V of every layer must be alike") from error
+
+
 def _windows(model: nn.Module, config: Any) -> tuple[int | None, ...]:
     """The attention window of each layer.
 
     Raises:
-        NotImplementedError: another type than full attention, named.
+        NotImplementedError: another type than full and sliding attention, named.
     """
+    window = getattr(config, "sliding_window", None) or None
     types = getattr(config, "layer_types", None)
     if types is None:
-        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        types = ["sliding_attention" if windowed else _FULL_ATTENTION] * config.num_hidden_layers
-    others = sorted(set(types) - {_FULL_ATTENTION})
-    if others:
-        raise NotImplementedError(
-            f"{type(model).__name__} has layers of type {', '.join(others)}; only {_FULL_ATTENTION} is supported yet"
+        # A field that the config's class does not know came with the checkpoint, and the model ignores it.
+        is_used = window is not None and getattr(config, "use_sliding_window", True) and _declares_window(config)
+        types = [_SLIDING if is_used else _FULL] * config.num_hidden_layers
+    for layer_type in types:
+        if layer_type not in (_FULL, _SLIDING):
+            reason = _REASONS.get(layer_type, "are not known to the engine")
+            raise NotImplementedError(
+                f"{type(model).__name__} has layers of type {layer_type}, which {reason}; "
+                f"{_FULL} and {_SLIDING} are supported"
+            )
+    if _SLIDING in types and window is None:
+        raise NotImplementedError(f"{type(model).__name__} has layers of type {_SLIDING}, but no sliding_window")
+    return tuple(window if layer_type == _SLIDING else None for layer_type in types)
+
+
+def _declares_window(config: Any) -> bool:
+    kind = type(config)
+    return hasattr(kind, "sliding_window") or "sliding_window" in inspect.signature(kind.__init__).parameters
+
+
+# Rotary frequencies of these types change when a forward pass holds a position beyond a limit. Below it they are
+# constant, so that no request can change another's.
+
+
+def _context_length(model: nn.Module, config: Any) -> int | None:
+    """Positions that the model knows and computes with the same rotary frequencies.
+
+    Raises:
+        NotImplementedError: the frequencies change at a length that is not known.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    for rope in _ropes(config):
+        rope_type = rope.get("rope_type", rope.get("type"))
+        if not _adapts(rope_type):
+            continue
+        limit = rope.get("original_max_position_embeddings") if rope_type == "longrope" else length
+        if limit is None:
+            raise NotImplementedError(f"{type(model).__name__} has rope_type {rope_type!r} without a known limit")
+        length = limit if length is None else min(limit, length)
+    return length
+
+
+def _log_cut_context(model: nn.Module) -> None:
+    config = _text_config(model)
+    whole, length = getattr(config, "max_position_embeddings", None), _context_length(model, config)
+    if whole is not None and length is not None and length < whole:
+        logger.warning(
+            "the context is limited to %d positions instead of %d: beyond them this model's rotary frequencies depend "
+            "on the longest request of a step",
+            length,
+            whole,
         )
-    return (None,) * len(types)
 
 
-def _rope_types(config: Any) -> Iterator[str]:
-    """The rope types that a config names, in one dict or in one dict a layer type."""
+def _adapts(rope_type: Any) -> bool:
+    """Whether a module's rope type, or one of those that it has by layer type, is one of them."""
+    names = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(isinstance(name, str) and ("dynamic" in name or name == "longrope") for name in names)
+
+
+def _ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """The rope parameters that a config names, in one dict or in one dict a layer type."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = getattr(config, name, None) or {}
-        for entry in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-            yield str(entry.get("rope_type", entry.get("type", "default")))
+        yield from (rope, *(value for value in rope.values() if isinstance(value, dict)))

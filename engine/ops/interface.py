@@ -39,14 +39,40 @@ class PackedRows:
 class Ops(Protocol):
     """The operations of one device, bound to one cache. `plan` is whatever `plan()` returned for this step.
 
+    Layers are numbered as in the model. Which window a layer has is known from its group: a query at position p sees
+    the keys at (p - window, p], itself included.
+
     Attributes:
         kv_shape: (kv_heads, head_dim) of the cache.
+        supports_graphs: whether steps of (mixed rows, one-token rows only) can have a plan of fixed shapes, which a
+            graph needs. The second one is `plan_decode`.
     """
 
     kv_shape: tuple[int, int]
+    supports_graphs: tuple[bool, bool]
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of the layer sees, itself included; None sees all."""
+        ...
 
     def plan(self, rows: PackedRows) -> Any:
         """Indices, masks and the order of work, shared by all layers of the step."""
+        ...
+
+    def plan_decode(self, rows: PackedRows, num_rows: int, max_blocks: int) -> Any:
+        """A plan whose tensors have shapes that depend on `num_rows` and `max_blocks` alone, for one-token rows.
+
+        The step is padded with rows of one token without a context, which write to the trash block: the last one of
+        the cache, which no request owns.
+
+        Args:
+            rows: at most `num_rows`, all of one token.
+            max_blocks: blocks a row may have.
+
+        Raises:
+            NotImplementedError: `supports_graphs[1]` is False.
+            ValueError: the rows do not fit.
+        """
         ...
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None:
@@ -61,6 +87,8 @@ class Ops(Protocol):
         value: torch.Tensor,
         plan: Any,
         scaling: float | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of each row over its own context, after `write_kv` of the same layer.
 
@@ -68,8 +96,11 @@ class Ops(Protocol):
             query: [tokens, heads, head_dim].
             key: this step's K, [kv_heads, tokens, head_dim]; `value` likewise.
             scaling: factor of the scores; None means head_dim ** -0.5.
+            softcap: scaled scores become softcap * tanh(score / softcap).
+            sinks: [heads], one more score per head, which takes its share of the softmax and has no value.
 
         Returns:
-            [tokens, heads, head_dim]. What blocks hold beyond a row's context never reaches it, not even NaN.
+            [tokens, heads, head_dim]. What blocks hold outside of a row's visible context never reaches it, not even
+            NaN.
         """
         ...

@@ -6,169 +6,91 @@ gathered into small buffers that stay; a longer row is attended alone. Knows not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
+from engine.ops.explicit import Scores, explicit_attention
+from engine.ops.fixed_decode import FixedPlan, attend_fixed, plan_fixed
 from engine.ops.interface import PackedRows
+from engine.ops.plan import BUCKET_BYTES, Bucket, Chunk, GroupPlan, Planner
 
-_BUCKET_BYTES = 1 << 20  # of K, and of V: a bucket that stays in a core's cache is read twice at little cost
-_PADDING_SHARE = 4  # a bucket's padding may be 1/4 of what it reads,
-_PADDING_BYTES = 1 << 17  # or this much, below which one more bucket costs more than the padding
-_QUERY_CHUNK = 256  # queries that attend to a cached context at once
-
-
-@dataclass(slots=True)
-class Bucket:
-    """Rows of one token, tokens [first, last) of the packed order, padded to `length` context tokens.
-
-    Attributes:
-        index: int64 [rows * kv_heads * pages], (block, head) lines of the cache in the order of the gathered buffer.
-        bias: [rows, 1, 1, length], 0 or -inf, in the cache's dtype; None when no row is padded.
-    """
-
-    first: int
-    last: int
-    length: int
-    index: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class Chunk:
-    """A row of several tokens, [first, last) of the packed order, after `start` cached ones.
-
-    Attributes:
-        index: as in `Bucket`, for the row's whole context; None when nothing is cached before it.
-    """
-
-    first: int
-    last: int
-    start: int
-    index: torch.Tensor | None
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step for `TorchOps`.
-
-    Attributes:
-        slots: int64 [kv_heads * tokens], the (block, head, offset) line that each token's K/V goes to; None: nowhere.
-        begun: int64, blocks that this step begins and does not fill.
-    """
-
-    slots: torch.Tensor | None
-    begun: torch.Tensor | None
-    buckets: list[Bucket]
-    chunks: list[Chunk]
+_QUERY_CHUNK = 256  # queries that are attended at once
+_MIN_REACH = 1024
 
 
 class TorchOps:
-    """`Ops` for a cache on any device that torch supports."""
+    """`Ops` for a cache on any device that torch supports.
 
-    def __init__(self, kv: KVTensors) -> None:
+    Attributes:
+        fused: whether SDPA computes what it can; what it cannot is written out.
+    """
+
+    fused = True
+
+    def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
+        groups = groups or [LayerGroup(tuple(range(len(kv.keys))))]
         heads, page, dim = kv.num_kv_heads, kv.page_size, kv.head_dim
         self._heads, self._page, self._dim = heads, page, dim
         self.kv_shape = (heads, dim)
         self._dtype, self._device = kv.dtype, kv.device
+        self._windows = [group.window for group in groups]
+        self._places = {
+            layer: (number, tensor) for number, group in enumerate(groups) for tensor, layer in enumerate(group.layers)
+        }
+        self.supports_graphs = (False, self._windows == [None])
+        self._planner = Planner(kv)
         self._blocks = [(k, v) for k, v in zip(kv.keys, kv.values, strict=True)]
         self._lines = [(k.view(-1, page * dim), v.view(-1, page * dim)) for k, v in self._blocks]
         self._slots = [(k.view(-1, dim), v.view(-1, dim)) for k, v in self._blocks]
-        self._token_bytes = heads * dim * kv.dtype.itemsize
-        self._buffers = self._make_buffers(_BUCKET_BYTES // kv.dtype.itemsize)
-        self._causal = torch.empty(0, 0)
+        self._buffers = self._make_buffers(BUCKET_BYTES // kv.dtype.itemsize)
+        self._bands: dict[int | None, torch.Tensor] = {}
+
+    def window(self, layer: int) -> int | None:
+        """See `Ops.window`."""
+        return self._windows[self._places[layer][0]]
 
     # Planning
 
-    def plan(self, rows: PackedRows) -> Plan:
-        """Cost: the rows' tokens, and a number a block of context."""
-        single = rows.num_single
-        spans = [(int(o), int(o + c), int(s)) for o, c, s in zip(rows.offsets, rows.counts, rows.starts, strict=True)]
+    def plan(self, rows: PackedRows) -> list[GroupPlan]:
+        """One plan a group. Cost: the rows' tokens, and a number a block of context that is read."""
         if rows.block_tables is None:
-            return Plan(None, None, [], [Chunk(*span, index=None) for span in spans])
-        (tables,) = rows.block_tables
-        ends = rows.starts + rows.counts
-        chunks = []
-        for (first, last, start), table in zip(spans[single:], tables[single:], strict=True):
-            blocks = np.array([table[: -(-(start + last - first) // self._page)]]) if start else None
-            chunks.append(Chunk(first, last, start, None if blocks is None else self._lines_of(blocks)))
-        return Plan(
-            slots=self._plan_slots(rows, tables),
-            begun=self._plan_begun(rows.starts, ends, tables),
-            buckets=self._plan_buckets(ends[:single], tables),
-            chunks=chunks,
+            return [GroupPlan(self._planner.chunks(rows, None, window)) for window in self._windows]
+        pairs = zip(rows.block_tables, self._windows, strict=True)
+        return [self._plan_group(rows, tables, window) for tables, window in pairs]
+
+    def _plan_group(self, rows: PackedRows, tables: list[list[int]], window: int | None) -> GroupPlan:
+        planner = self._planner
+        return GroupPlan(
+            chunks=planner.chunks(rows, tables, window),
+            slots=planner.slots(rows, tables),
+            begun=planner.begun(rows, tables),
+            buckets=planner.buckets(rows, tables, window),
         )
 
-    def _plan_slots(self, rows: PackedRows, tables: list[list[int]]) -> torch.Tensor:
-        page = self._page
-        heads, tails = rows.starts // page, (rows.starts + rows.counts - 1) // page
-        touched = np.array(
-            [block for table, head, tail in zip(tables, heads, tails, strict=True) for block in table[head : tail + 1]]
-        )
-        before = np.cumsum(tails - heads + 1) - (tails - heads + 1)
-        positions = np.arange(rows.counts.sum()) + np.repeat(rows.starts - rows.offsets, rows.counts)
-        blocks = touched[np.repeat(before - heads, rows.counts) + positions // page]
-        lines = blocks * self._heads + np.arange(self._heads)[:, None]
-        return self._tensor((lines * page + positions % page).reshape(-1))
-
-    def _plan_begun(self, starts: np.ndarray, ends: np.ndarray, tables: list[list[int]]) -> torch.Tensor | None:
-        last_pages = (ends - 1) // self._page
-        begun = np.flatnonzero((last_pages * self._page >= starts) & (ends % self._page != 0))
-        if not len(begun):
-            return None
-        return self._tensor(np.array([tables[i][last_pages[i]] for i in begun]))
-
-    def _plan_buckets(self, ends: np.ndarray, tables: list[list[int]]) -> list[Bucket]:
-        """Greedy from the longest row down, so that a bucket is as long as its first row."""
-        pages = -(-ends // self._page)
-        page_bytes = self._page * self._token_bytes
-        buckets, first = [], 0
-        while first < len(ends):
-            height, last, padding = int(pages[first]), first + 1, 0
-            while last < len(ends):
-                padding += height - int(pages[last])
-                total = (last + 1 - first) * height
-                allowed = max((total - padding) // _PADDING_SHARE, _PADDING_BYTES // page_bytes)
-                if total * page_bytes > _BUCKET_BYTES or padding > allowed:
-                    break
-                last += 1
-            buckets.append(self._bucket(first, last, height, ends, tables))
-            first = last
-        return buckets
-
-    def _bucket(self, first: int, last: int, height: int, ends: np.ndarray, tables: list[list[int]]) -> Bucket:
-        length = height * self._page
-        blocks = np.zeros((last - first, height), dtype=np.int64)  # padded with the null block
-        for line, end, table in zip(blocks, ends[first:last].tolist(), tables[first:last], strict=True):
-            used = -(-end // self._page)
-            line[:used] = table[:used]
-        bias = None
-        if (ends[first:last] != length).any():
-            hidden = np.arange(length) >= ends[first:last, None, None, None]
-            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
-            bias.masked_fill_(self._tensor(hidden), float("-inf"))
-        return Bucket(first, last, length, self._lines_of(blocks), bias)
-
-    def _lines_of(self, blocks: np.ndarray) -> torch.Tensor:
-        """[rows, pages] blocks -> their (block, head) lines, ordered row, head, page."""
-        return self._tensor((blocks[:, None, :] * self._heads + np.arange(self._heads)[:, None]).reshape(-1))
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def plan_decode(self, rows: PackedRows, num_rows: int, max_blocks: int) -> FixedPlan:
+        """See `Ops.plan_decode`."""
+        if not self.supports_graphs[1]:
+            raise NotImplementedError("layers with a sliding window have no decode plan of fixed shapes")
+        return plan_fixed(self._planner, rows, num_rows, max_blocks, self._blocks[0][0].shape[0] - 1)
 
     # Each layer
 
-    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Plan) -> None:
+    def write_kv(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Sequence[GroupPlan] | FixedPlan
+    ) -> None:
         """A block that is begun is cleared first: what it held before must not reach even a masked score."""
-        if plan.slots is None:
+        group, tensor = self._places[layer]
+        part = plan if isinstance(plan, FixedPlan) else plan[group]
+        if part.slots is None:
             return
-        for block, slot, new in zip(self._blocks[layer], self._slots[layer], (key, value), strict=True):
-            if plan.begun is not None:
-                block.index_fill_(0, plan.begun, 0)
-            slot.index_copy_(0, plan.slots, new.reshape(-1, self._dim).to(self._dtype))
+        for blocks, lines, new in zip(self._blocks[tensor], self._slots[tensor], (key, value), strict=True):
+            if part.begun is not None:
+                blocks.index_fill_(0, part.begun, 0)
+            lines.index_copy_(0, part.slots, new.reshape(-1, self._dim).to(self._dtype))
 
     def attend(
         self,
@@ -176,81 +98,88 @@ class TorchOps:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: Plan,
+        plan: Sequence[GroupPlan] | FixedPlan,
         scaling: float | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Ops.attend`."""
+        group, tensor = self._places[layer]
+        rule = Scores(scaling, softcap, sinks)
+        if isinstance(plan, FixedPlan):
+            return attend_fixed(plan, query, self._lines[tensor], self._attention, rule)
         out = query.new_empty(query.shape)
-        for bucket in plan.buckets:
-            self._attend_bucket(layer, query, bucket, scaling, out)
-        for chunk in plan.chunks:
-            if chunk.index is None:
-                self._attend_fresh(query, key, value, chunk, scaling, out)
+        for bucket in plan[group].buckets:
+            self._attend_bucket(tensor, query, bucket, rule, out)
+        for chunk in plan[group].chunks:
+            span = slice(chunk.first, chunk.last)
+            if chunk.index is not None:
+                keys, values = self._gather(tensor, chunk.index, 1)
             else:
-                self._attend_chunk(layer, query, chunk, chunk.index, scaling, out)
+                keys, values = key[None, :, span].to(self._dtype), value[None, :, span].to(self._dtype)
+            self._attend_chunk(query, keys, values, chunk, self._windows[group], rule, out)
         return out
 
-    def _attend_bucket(
-        self, layer: int, query: torch.Tensor, bucket: Bucket, scaling: float | None, out: torch.Tensor
-    ) -> None:
-        # The heads of a group are the queries of their KV head: one read of K and V serves them all.
-        keys, values = self._gather(layer, bucket.index, bucket.last - bucket.first)
-        shape = (bucket.last - bucket.first, self._heads, -1, self._dim)
-        grouped = query[bucket.first : bucket.last].to(self._dtype).reshape(shape)
-        result = sdpa(grouped, keys, values, attn_mask=bucket.bias, scale=scaling)
-        out[bucket.first : bucket.last].view(shape).copy_(result)
-
-    def _attend_fresh(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        chunk: Chunk,
-        scaling: float | None,
-        out: torch.Tensor,
-    ) -> None:
-        span = slice(chunk.first, chunk.last)
-        result = sdpa(
-            query[None, span].transpose(1, 2),
-            key[None, :, span],
-            value[None, :, span],
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.shape[1] != self._heads,
-        )
-        out[span] = result[0].transpose(0, 1)
+    def _attend_bucket(self, tensor: int, query: torch.Tensor, bucket: Bucket, rule: Scores, out: torch.Tensor) -> None:
+        span, rows = slice(bucket.first, bucket.last), bucket.last - bucket.first
+        keys, values = self._gather(tensor, bucket.index, rows)
+        if bucket.behind is not None:
+            for gathered in (keys, values):
+                gathered[:, :, : self._page].masked_fill_(bucket.behind, 0)
+        result = self._attention(query[span, :, None].to(self._dtype), keys, values, bucket.bias, rule)
+        out[span] = result[:, :, 0]
 
     def _attend_chunk(
         self,
-        layer: int,
         query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
         chunk: Chunk,
-        index: torch.Tensor,
-        scaling: float | None,
+        window: int | None,
+        rule: Scores,
         out: torch.Tensor,
     ) -> None:
-        keys, values = self._gather(layer, index, 1)
+        """Queries in portions, each with the keys that any of them sees. `keys` begin at position `chunk.base`."""
+        count = chunk.last - chunk.first
+        if chunk.index is None and self._is_plain(rule) and (window is None or count <= window):
+            queries = query[None, chunk.first : chunk.last].transpose(1, 2).to(self._dtype)
+            gqa = query.shape[1] != self._heads
+            result = sdpa(queries, keys, values, is_causal=True, scale=rule.scaling, enable_gqa=gqa)
+            out[chunk.first : chunk.last] = result[0].transpose(0, 1)
+            return
         for first in range(chunk.first, chunk.last, _QUERY_CHUNK):
-            span = slice(first, min(first + _QUERY_CHUNK, chunk.last))
-            start = chunk.start + first - chunk.first
-            end = chunk.start + span.stop - chunk.first
-            result = sdpa(
-                query[None, span].transpose(1, 2).to(self._dtype),
-                keys[:, :, :end],
-                values[:, :, :end],
-                attn_mask=self._causal_bias(start, end),
-                scale=scaling,
-                enable_gqa=query.shape[1] != self._heads,
-            )
-            out[span] = result[0].transpose(0, 1)
+            last = min(first + _QUERY_CHUNK, chunk.last)
+            start, end = chunk.start + first - chunk.first, chunk.start + last - chunk.first
+            seen = 0 if window is None else max(0, start - window + 1)
+            part = slice(seen - chunk.base, end - chunk.base)
+            queries = query[None, first:last].transpose(1, 2).to(self._dtype)
+            bias = self._band(window, start - seen, last - first)
+            result = self._attention(queries, keys[:, :, part], values[:, :, part], bias, rule)
+            out[first:last] = result[0].transpose(0, 1)
 
-    def _gather(self, layer: int, index: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attention(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, rule: Scores
+    ) -> torch.Tensor:
+        """Arguments and result as of `explicit_attention`."""
+        if not self._is_plain(rule):
+            return explicit_attention(query, keys, values, bias, rule)
+        if query.shape[2] > 1:
+            gqa = query.shape[1] != keys.shape[1]
+            return sdpa(query, keys, values, attn_mask=bias, scale=rule.scaling, enable_gqa=gqa)
+        # The heads of a group are the queries of their KV head: one read of K and V serves them all.
+        grouped = query.reshape(keys.shape[0], keys.shape[1], -1, self._dim)
+        return sdpa(grouped, keys, values, attn_mask=bias, scale=rule.scaling).view(query.shape)
+
+    def _is_plain(self, rule: Scores) -> bool:
+        return self.fused and rule.softcap is None and rule.sinks is None
+
+    def _gather(self, tensor: int, index: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V lines, each as [rows, kv_heads, length, head_dim]; overwritten by the next call."""
         size = len(index) * self._page * self._dim
         if size > self._buffers[0].numel():
             self._buffers = self._make_buffers(1 << (size - 1).bit_length())
         gathered = []
-        for lines, buffer in zip(self._lines[layer], self._buffers, strict=True):
+        for lines, buffer in zip(self._lines[tensor], self._buffers, strict=True):
             target = buffer[:size].view(len(index), -1)
             torch.index_select(lines, 0, index, out=target)
             gathered.append(target.view(rows, self._heads, -1, self._dim))
@@ -260,15 +189,19 @@ class TorchOps:
         with torch.inference_mode(False):
             return tuple(torch.empty(size, dtype=self._dtype, device=self._device) for _ in range(2))  # type: ignore[return-value]
 
-    def _causal_bias(self, start: int, end: int) -> torch.Tensor:
-        """[end - start, end], -inf where key > query, for the queries at positions [start, end).
+    def _band(self, window: int | None, back: int, count: int) -> torch.Tensor:
+        """[count, back + count], -inf where a query does not see a key; the first query sees `back` keys before it.
 
-        A window on one matrix whose diagonal lies at column `reach`; it grows to the longest start seen.
+        A view of one matrix a window, whose diagonal lies at column `reach`; it grows to the longest `back` seen.
         """
-        reach = self._causal.shape[1] - _QUERY_CHUNK
-        if start > reach:
-            reach = 1 << max(start - 1, 1023).bit_length()
+        band = self._bands.get(window)
+        if band is None or band.shape[1] < back + _QUERY_CHUNK:
+            reach = max(_MIN_REACH, 1 << (back - 1).bit_length())
             with torch.inference_mode(False):
                 hidden = torch.full((_QUERY_CHUNK, reach + _QUERY_CHUNK), float("-inf"), dtype=self._dtype)
-                self._causal = hidden.triu_(reach + 1).to(self._device)
-        return self._causal[: end - start, reach - start : reach + end - start]
+                band = hidden.triu(reach + 1)
+                if window is not None:
+                    band += hidden.tril_(reach - window)
+                self._bands[window] = band = band.to(self._device)
+        reach = band.shape[1] - _QUERY_CHUNK
+        return band[:count, reach - back : reach + count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import transformers
 from transformers import CompileConfig
 
+from engine.acceleration import Capabilities
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.settings import ModelFacts, Settings, resolve
 
-FACTS = ModelFacts(2, 2, 4, 16, 4, 256, 512, "cpu", (None,) * 2)
+FACTS = ModelFacts(2, 2, 4, 16, 4, 256, 512, "cuda", (None,) * 2)
+DEVICE = Capabilities(graphs=True, block_tables=True)
 FIELDS = {field.name: field for field in dataclasses.fields(ContinuousBatchingConfig)}
 THEIRS = {field.name: field for field in dataclasses.fields(transformers.ContinuousBatchingConfig)}
 
@@ -27,52 +30,44 @@ GUIDE = {
     "cpu_group_timeout", "allow_block_sharing", "per_request_processors", "auto_switch_to_flash",
 }  # fmt: skip
 
-# One value per field that changes the settings, and the setting it changes.
+# One value per field that changes the settings, the setting it changes, and what must come with it.
 EFFECTIVE: dict[str, tuple[Any, str]] = {
     "page_size": (8, "page_size"),
     "num_blocks": (77, "num_blocks"),
     "max_batch_tokens": (300, "max_batch_tokens"),
     "max_memory_percent": (0.01, "num_blocks"),
     "max_requests_per_batch": (3, "max_requests"),
+    "max_blocks_per_request": (64, "max_blocks_per_request"),
     "allow_block_sharing": (False, "sharing"),
+    "use_async_batching": (True, "async_batching"),
+    "use_cuda_graph": ((False, True), "graphs"),
+    "q_padding_interval_size": (128, "q_padding"),
+    "kv_padding_interval_size": (1024, "kv_padding"),
+    "varlen_compile_config": (CompileConfig(mode="default"), "mixed_compile"),
+    "decode_compile_config": (CompileConfig(dynamic=True), "decode_compile"),
+    "default_compile_level": (2, "decode_compile"),
+    "scheduler_type": ("prefill_first", "scheduler_type"),
     "safety_margin": (0.5, "safety_margin"),
     "return_logprobs": (True, "return_logprobs"),
     "seed": (11, "seed"),
+    "auto_switch_to_flash": (False, "auto_switch_to_flash"),
+    "cpu_offload_space": (0.5, "host_slots"),
+    "max_queue_size": (10, "max_queue_size"),
     "per_request_processors": (True, "per_request_processors"),
+    "drop_unsupported_processors": (True, "drop_unsupported_processors"),
+    "cpu_group_timeout": (600.0, "cpu_group_timeout"),
 }
-# Values that say "off" where nothing is there to switch off.
-OFF: dict[str, list[Any]] = {
-    "max_blocks_per_request": [0],
-    "use_async_batching": [False],
-    "use_cuda_graph": [False, (False, False), [False, False]],
-    "auto_switch_to_flash": [False],
-    "cpu_offload_space": [0],
-    "cpu_offload_space_safety_threshold": [0.0],
-    "disable_nccl_graph_mixing": [False],
-    "cpu_group_timeout": [None],
-}
-# Values that need a mechanism the engine does not have.
-REFUSED: dict[str, list[Any]] = {
-    "max_blocks_per_request": [64],
-    "use_async_batching": [True],
-    "use_cuda_graph": [True, (True, False), (False, True), [False, True]],
-    "q_padding_interval_size": [64],
-    "kv_padding_interval_size": [16384],
-    "varlen_compile_config": [CompileConfig(), {"mode": "default"}],
-    "decode_compile_config": [CompileConfig(), {}],
-    "default_compile_level": [1, 2, 3],
-    "scheduler_type": ["prefill_first"],
-    "cpu_offload_space": [8.0, None],
-    "cpu_offload_space_safety_threshold": [0.5, 1.0],
-    "max_queue_size": [10],
-    "drop_unsupported_processors": [True],
-    "cpu_group_timeout": [600.0],
+ELSEWHERE = {
+    "cpu_offload_space_safety_threshold",  # test_settings.py: only with cpu_offload_space
+    "disable_nccl_graph_mixing",  # below: acts when a config is made
 }
 DEPRECATED = {"block_size", "use_default_compile_configs", "max_cached_graphs"}
 
 
 def settings(**config: Any) -> Settings:
-    return resolve(ContinuousBatchingConfig(**({"seed": 0} | config)), FACTS, memory=1 << 30)
+    """On a device that can do everything."""
+    full = ContinuousBatchingConfig(**({"seed": 0} | config))
+    return resolve(full, FACTS, memory=1 << 30, host_memory=1 << 30, capabilities=DEVICE)
 
 
 def test_every_field_is_there() -> None:
@@ -80,8 +75,8 @@ def test_every_field_is_there() -> None:
     assert THEIRS.keys() <= FIELDS.keys()
 
 
-def test_every_field_either_acts_or_refuses_by_name() -> None:
-    assert FIELDS.keys() == EFFECTIVE.keys() | OFF.keys() | REFUSED.keys() | DEPRECATED
+def test_every_field_acts() -> None:
+    assert FIELDS.keys() == EFFECTIVE.keys() | DEPRECATED | ELSEWHERE
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -98,17 +93,6 @@ def test_effective_field(name: str) -> None:
     assert getattr(settings(**{name: value}), setting) != getattr(settings(), setting)
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in OFF.items() for value in values])
-def test_off_is_accepted(name: str, value: Any) -> None:
-    assert settings(**{name: value}) == settings()
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
-def test_unsupported_value_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name}=.*(leave it|use 'fifo')"):
-        ContinuousBatchingConfig(**{name: value})
-
-
 @pytest.mark.parametrize(
     ("name", "values"),
     [
@@ -120,34 +104,73 @@ def test_unsupported_value_is_refused_by_name(name: str, value: Any) -> None:
         ("max_blocks_per_request", [-1, 0.5]),
         ("allow_block_sharing", [None, 1, "yes"]),
         ("use_async_batching", ["auto", 2]),
-        ("use_cuda_graph", ["yes", (True,), (True, False, True), 7]),
+        ("use_cuda_graph", ["yes", (True,), (True, False, True), 7, (None, True)]),
         ("q_padding_interval_size", [-1, None]),
         ("kv_padding_interval_size", [-1, 0.5]),
         ("default_compile_level", [-1, 4, True]),
+        ("varlen_compile_config", [3, "default", {"mode": 3}, {"options": 3}, {"dynamic": "yes"}]),
+        ("decode_compile_config", [3, {"speed": 3}]),
         ("scheduler_type", ["lifo", None, 3, []]),
         ("safety_margin", [-0.01, 1.01, "0.1", True]),
         ("return_logprobs", [1, None]),
         ("seed", ["7", 7.0, True]),
         ("auto_switch_to_flash", [None]),
-        ("cpu_offload_space", [-1.0]),
+        ("cpu_offload_space", [-1.0, float("inf")]),
         ("cpu_offload_space_safety_threshold", [-0.1, 1.1, None]),
         ("max_queue_size", [-1]),
         ("per_request_processors", ["true"]),
         ("drop_unsupported_processors", [None]),
         ("disable_nccl_graph_mixing", [0]),
-        ("cpu_group_timeout", [-1.0, "300"]),
+        ("cpu_group_timeout", [-1.0, 0, "300", float("inf")]),
     ],
 )
 def test_out_of_range_is_a_value_error_naming_field_and_value(name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=name) as error:
             ContinuousBatchingConfig(**{name: value})
-        assert str(value) in str(error.value)
+        assert str(value) in str(error.value) or "speed" in str(error.value)
+
+
+def test_async_batching_needs_graphs() -> None:
+    for off in (False, (False, False), [False, False]):
+        with pytest.raises(ValueError, match="use_async_batching=True needs CUDA graphs"):
+            ContinuousBatchingConfig(use_async_batching=True, use_cuda_graph=off)  # type: ignore[arg-type]
+    ContinuousBatchingConfig(use_async_batching=True, use_cuda_graph=(True, False))
+    ContinuousBatchingConfig(use_async_batching=True)
+    ContinuousBatchingConfig(use_async_batching=False, use_cuda_graph=False)
+
+
+@pytest.mark.parametrize("config", [CompileConfig(fullgraph=True), {"fullgraph": True}])
+def test_one_graph_of_the_whole_model_is_refused(config: Any) -> None:
+    for name in ("varlen_compile_config", "decode_compile_config"):
+        with pytest.raises(NotImplementedError, match=f"{name} sets fullgraph"):
+            ContinuousBatchingConfig(**{name: config})
 
 
 @pytest.mark.parametrize("margin", [0, 0.0, 1, 0.15])
 def test_margin_borders(margin: float) -> None:
     assert settings(safety_margin=margin).safety_margin == margin
+
+
+@pytest.mark.parametrize(
+    ("processes", "before", "wanted", "after"),
+    [
+        ("2", None, True, "0"),
+        ("2", "1", True, "1"),
+        ("2", None, False, None),
+        ("1", None, True, None),
+        ("", None, True, None),
+    ],
+)
+def test_graph_mixing_of_nccl(
+    processes: str, before: str | None, wanted: bool, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", before or "")
+    if before is None:
+        monkeypatch.delenv("NCCL_GRAPH_MIXING_SUPPORT")
+    ContinuousBatchingConfig(disable_nccl_graph_mixing=wanted)
+    assert os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == after
 
 
 def test_block_size_is_page_size() -> None:
@@ -164,8 +187,9 @@ def test_block_size_is_page_size() -> None:
 def test_other_deprecated_names() -> None:
     with pytest.warns(FutureWarning, match="default_compile_level"):
         assert ContinuousBatchingConfig(use_default_compile_configs=False) == ContinuousBatchingConfig()
-    with pytest.warns(FutureWarning), pytest.raises(NotImplementedError, match="default_compile_level=3"):
-        ContinuousBatchingConfig(use_default_compile_configs=True)
+    with pytest.warns(FutureWarning):
+        config = ContinuousBatchingConfig(use_default_compile_configs=True)
+    assert config == ContinuousBatchingConfig(default_compile_level=3)
     with pytest.warns(FutureWarning, match="max_cached_graphs"):
         assert ContinuousBatchingConfig(max_cached_graphs=4) == ContinuousBatchingConfig()
 
@@ -204,11 +228,15 @@ class TestFromTransformers:
         theirs = transformers.ContinuousBatchingConfig()
         assert ContinuousBatchingConfig.from_transformers(theirs) == ContinuousBatchingConfig()
 
-    @pytest.mark.parametrize("name", EFFECTIVE)
+    @pytest.mark.parametrize("name", EFFECTIVE.keys() - {"drop_unsupported_processors"})
     def test_what_is_set_is_kept(self, name: str) -> None:
         value, _ = EFFECTIVE[name]
         theirs = transformers.ContinuousBatchingConfig(**{name: value})
         assert ContinuousBatchingConfig.from_transformers(theirs) == ContinuousBatchingConfig(**{name: value})
+
+    def test_dropping_settings_must_be_asked_for_here(self) -> None:
+        theirs = transformers.ContinuousBatchingConfig(drop_unsupported_processors=True)  # their default
+        assert ContinuousBatchingConfig.from_transformers(theirs).drop_unsupported_processors is False
 
     def test_explicit_256_is_their_default(self) -> None:
         theirs = transformers.ContinuousBatchingConfig(page_size=256)
@@ -219,9 +247,7 @@ class TestFromTransformers:
         with pytest.warns(FutureWarning, match="block_size"):
             assert ContinuousBatchingConfig.from_transformers(theirs).page_size == 16
 
-    def test_unsupported_and_invalid(self) -> None:
-        with pytest.raises(NotImplementedError, match="use_cuda_graph=True"):
-            ContinuousBatchingConfig.from_transformers(transformers.ContinuousBatchingConfig(use_cuda_graph=True))
+    def test_invalid(self) -> None:
         with pytest.raises(ValueError, match="page_size is 2"):
             ContinuousBatchingConfig.from_transformers(transformers.ContinuousBatchingConfig(page_size=2))
 

@@ -66,9 +66,10 @@ def test_init_continuous_batching(installed: PreTrainedModel) -> None:
 
 
 def test_their_settings_without_a_mechanism_are_refused_by_name(installed: PreTrainedModel) -> None:
-    for field, value in {"scheduler_type": "prefill_first", "use_cuda_graph": True, "default_compile_level": 2}.items():
+    for field in ("varlen_compile_config", "decode_compile_config"):
+        config = theirs(**{field: transformers.CompileConfig(fullgraph=True)})
         with pytest.raises(NotImplementedError, match=field):
-            installed.generate_batch([[1]], continuous_batching_config=theirs(**{field: value}))
+            installed.generate_batch([[1]], continuous_batching_config=config)
 
 
 def test_uninstall_gives_their_methods_back() -> None:

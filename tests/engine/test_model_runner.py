@@ -3,101 +3,26 @@
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from engine.cache.groups import LayerGroup
-from engine.execution.kv_tensors import allocate
-from engine.execution.model_runner import ModelRunner
-from engine.model.shadow import make_shadow, model_facts
+from engine.cache.host_tier import BlockCopies
+from engine.cache.kv_cache import KVCache
+from engine.core import EngineCore
+from engine.execution.kv_tensors import HostKV, allocate
+from engine.execution.model_runner import Pending
 from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
-from engine.settings import Settings
-from tests.models import build_tiny
-
-PAGE = 16
-
-
-def make_runner(model: PreTrainedModel, num_blocks: int = 120) -> ModelRunner:
-    facts = model_facts(model)
-    settings = Settings(
-        page_size=PAGE,
-        num_blocks=num_blocks,
-        max_batch_tokens=64,
-        max_requests=16,
-        safety_margin=0.0,
-        sharing=True,
-        return_logprobs=False,
-        per_request_processors=True,
-        seed=0,
-        scheduler_type="fifo",
-        context_length=128,
-        vocab_size=facts.vocab_size,
-        kv_bytes_per_block=facts.kv_bytes_per_token * PAGE,
-        device_type="cpu",
-        groups=(LayerGroup(tuple(range(facts.num_layers))),),
-    )
-    return ModelRunner(make_shadow(model), settings)
-
-
-class Rows:
-    """Requests with blocks of their own, whose tokens are run in whatever pieces a test likes."""
-
-    def __init__(self, runner: ModelRunner, vocab_size: int, lengths: list[int], blocks_each: int = 8) -> None:
-        self.runner = runner
-        generator = random.Random(0)
-        self.requests = [
-            Request(
-                str(i),
-                [generator.randrange(vocab_size) for _ in range(length)],
-                length,
-                SamplingParams(max_new_tokens=100),
-            )
-            for i, length in enumerate(lengths)
-        ]
-        blocks = generator.sample(range(1, len(lengths) * blocks_each + 1), len(lengths) * blocks_each)
-        self.tables = [blocks[i * blocks_each : (i + 1) * blocks_each] for i in range(len(lengths))]
-
-    def batch(self, counts: dict[int, int]) -> ScheduledBatch:
-        batch = ScheduledBatch()
-        for row, count in counts.items():
-            request = self.requests[row]
-            batch.starts.append(request.computed)
-            request.computed += count
-            if request.remaining == 0:
-                batch.sampled.append(len(batch.requests))
-            batch.requests.append(request)
-            batch.counts.append(count)
-            batch.block_tables.append([self.tables[row]])
-        return batch
-
-    def step(self, counts: dict[int, int]) -> dict[str, torch.Tensor]:
-        """Runs so many tokens of each row and appends the most likely token to those that are complete.
-
-        Returns the logits of these by request id.
-        """
-        pending = self.runner.launch(self.batch(counts))
-        ids = [request.request_id for request in pending.requests]
-        logits = dict(zip(ids, pending.logits.clone(), strict=True))
-        self.runner.sample(pending)
-        output = pending.result()
-        for request, token in zip(pending.requests, output.token_ids, strict=True):
-            assert token == logits[request.request_id].argmax().item()
-            request.token_ids.append(token)
-        return logits
-
-
-def expected(model: PreTrainedModel, request: Request, upto: int) -> torch.Tensor:
-    """Logits after the first `upto` tokens, from a plain forward without cache."""
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([request.token_ids[:upto]]), use_cache=False).logits[0, -1]
-
+from engine.scheduling.scheduler import Scheduler
+from tests.engine.rows import PAGE, Rows, expected, make_runner
+from tests.harness import tokens
+from tests.models import build_random, build_tiny, ref
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
@@ -266,7 +191,7 @@ def test_scores_of_nan_are_reported_and_hurt_nobody_else() -> None:
     ("architecture", "fields", "named"),
     [
         ("stablelm", {}, "keyword arguments"),
-        ("bloom", {"n_head": 4, "n_layer": 2}, "0 of 2 layers"),
+        ("bloom", {"n_head": 4, "n_layer": 2}, "0 of 2 layers|position_ids"),
         (
             "deepseek_v3",
             {
@@ -289,6 +214,198 @@ def test_architectures_that_cannot_run_are_refused_at_construction(
         make_runner(build(architecture, **fields))
 
 
+class TestCarriedTokens:
+    """Rows that begin with a token which the step before is still sampling."""
+
+    def test_it_comes_from_the_step_before(self, tiny: PreTrainedModel) -> None:
+        runner = make_runner(tiny)
+        rows = Rows(runner, 512, [20, 9, 5])
+        first = runner.launch(rows.batch({0: 20, 1: 9}))
+        runner.sample(first)
+        second = runner.launch(rows.batch({2: 5, 1: 1, 0: 1}), first)
+        rows.finish(first)
+        logits = {request.request_id: row for request, row in zip(second.requests, second.logits, strict=True)}
+        for row in rows.requests:
+            torch.testing.assert_close(logits[row.request_id], expected(tiny, row, row.computed), rtol=1e-4, atol=1e-4)
+
+    def test_nobody_samples_it(self, tiny: PreTrainedModel) -> None:
+        runner = make_runner(tiny)
+        rows = Rows(runner, 512, [20, 9])
+        first = runner.launch(rows.batch({0: 20}))
+        with pytest.raises(RuntimeError, match="was not sampled"):
+            runner.launch(rows.batch({0: 1}), first)
+        runner.sample(first)
+        rows.requests[0].computed = 20
+        with pytest.raises(RuntimeError, match="'0' is not known and no step is sampling it"):
+            runner.launch(rows.batch({0: 1}))
+        rows.requests[0].computed = 20
+        with pytest.raises(RuntimeError, match="'1' is not known and no step is sampling it"):
+            runner.launch(rows.batch({1: 10}), first)
+        with pytest.raises(RuntimeError, match="beyond its tokens"):
+            runner.launch(rows.batch({0: 2}), first)
+        rows.finish(first)
+        rows.requests[0].computed = 20
+        logits = rows.step({0: 1})["0"]
+        torch.testing.assert_close(logits, expected(tiny, rows.requests[0], 21), rtol=1e-4, atol=1e-4)
+
+
+class TestPromptLogprobs:
+    def scored(self, model: PreTrainedModel, prompt: list[int], k: int) -> list[tuple[float, list[int]]]:
+        """Of every prompt token but the first: its log-probability, and the k likely ones."""
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+        return [
+            (logits[i, token].item(), logits[i].topk(k).indices.tolist() if k else [])
+            for i, token in enumerate(prompt[1:])
+        ]
+
+    def test_in_chunks_beside_other_rows(self, tiny: PreTrainedModel) -> None:
+        runner = make_runner(tiny)
+        rows = Rows(runner, 512, [21, 9, 12])
+        rows.requests[0].params = SamplingParams(max_new_tokens=9, prompt_logprobs=3)
+        rows.requests[2].params = SamplingParams(max_new_tokens=9, prompt_logprobs=0)
+        rows.step({1: 9})
+        for counts in ({0: 7, 1: 1, 2: 12}, {1: 1, 0: 1}, {0: 12, 1: 1}, {1: 1, 0: 1}):
+            starts = [rows.requests[row].computed for row in counts]
+            batch = rows.batch(counts)
+            pending = runner.launch(batch)
+            assert len(pending.logits) == len(batch.sampled)
+            runner.sample(pending)
+            output = pending.result()
+            for row, found in output.prompt_logprobs.items():
+                batch.requests[row].add_prompt_logprobs(starts[row] + 1, found)
+            for request, token in zip(pending.requests, output.token_ids, strict=True):
+                assert token == expected(tiny, request, len(request.token_ids)).argmax().item()
+                request.token_ids.append(token)
+        for row, k in ((0, 3), (2, 0)):
+            request = rows.requests[row]
+            truth = self.scored(tiny, request.prompt_ids, k)
+            assert len(request.prompt_logprobs) == len(truth) == request.num_prompt_tokens - 1
+            for found, (logprob, ids) in zip(request.prompt_logprobs, truth, strict=True):
+                assert found.logprob == pytest.approx(logprob, abs=1e-3)
+                assert [token for token, _ in found.top] == ids
+        assert not rows.requests[1].prompt_logprobs
+
+    def test_result_before_sample(self, tiny: PreTrainedModel) -> None:
+        runner = make_runner(tiny)
+        rows = Rows(runner, 512, [21])
+        rows.requests[0].params = SamplingParams(max_new_tokens=9, prompt_logprobs=3)
+        pending = runner.launch(rows.batch({0: 7}))
+        with pytest.raises(RuntimeError, match="before sample"):
+            pending.result()
+
+
+class TestHostCopies:
+    """Blocks that leave the device and come back."""
+
+    def test_a_request_goes_on_from_blocks_that_were_away(self, tiny: PreTrainedModel) -> None:
+        runner = make_runner(tiny, host_slots=10)
+        rows = Rows(runner, 512, [40, 60])
+        rows.step({0: 40})
+        away = rows.tables[0][0][:3]
+        batch = rows.batch({1: 60})
+        batch.copies = BlockCopies(to_host=[(away[0], 7), (away[1], 0), (away[2], 9)])
+        batch.block_tables[0] = [away + rows.tables[1][0]]  # which the other request takes over at once
+        runner.launch(batch)
+        rows.tables[0][0][:3] = rows.tables[1][0][:3]
+        batch = rows.batch({0: 1})
+        batch.copies = BlockCopies(from_host=list(zip([7, 0, 9], rows.tables[0][0], strict=False)))
+        pending = runner.launch(batch)
+        request = rows.requests[0]
+        torch.testing.assert_close(pending.logits[0], expected(tiny, request, 41), rtol=1e-4, atol=1e-4)
+
+    def test_a_slot_is_emptied_after_it_was_filled(self) -> None:
+        kv = allocate(2, 6, 2, 4, 8, torch.float32, trash=True)
+        for number, tensor in enumerate([*kv.keys, *kv.values]):
+            tensor[1:] = torch.arange(1, 8).view(-1, 1, 1, 1) + 10.0 * number
+        before = [tensor.clone() for tensor in [*kv.keys, *kv.values]]
+        HostKV(kv, 3).run(BlockCopies(to_host=[(2, 0), (3, 1)], from_host=[(1, 2), (0, 5)]))
+        for old, new in zip(before, [*kv.keys, *kv.values], strict=True):
+            assert torch.equal(new[2], old[3]) and torch.equal(new[5], old[2])
+            for block in (0, 1, 3, 4, 6, 7):
+                assert torch.equal(new[block], old[block])
+
+    def test_nothing_to_copy(self) -> None:
+        HostKV(allocate(1, 2, 1, 4, 8, torch.float32), 3).run(BlockCopies())
+
+    def test_a_host_without_slots(self, tiny: PreTrainedModel) -> None:
+        runner = make_runner(tiny)
+        batch = Rows(runner, 512, [4]).batch({0: 4})
+        batch.copies = BlockCopies(to_host=[(1, 0)])
+        with pytest.raises(RuntimeError, match="the host, which keeps none"):
+            runner.launch(batch)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_an_engine_that_offloads(hybrid: bool, overlap: bool, tiny: PreTrainedModel) -> None:
+    """Scheduler, cache and core on top: what leaves the device comes back as it was."""
+    model = gemma() if hybrid else tiny
+    groups = (LayerGroup((0, 2), 20), LayerGroup((1, 3))) if hybrid else (LayerGroup((0, 1, 2, 3)),)
+    num_blocks = 18 if hybrid else 9
+    runner = make_runner(model, groups=groups, num_blocks=num_blocks, host_slots=40)
+    cache = KVCache(num_blocks, PAGE, groups, max_step_tokens=32, host_slots=40)
+    scheduler = Scheduler(cache, max_batch_tokens=32, max_requests=6, safety_margin=0.0)
+    core = EngineCore(scheduler, runner, overlap=overlap)
+    prompts = [tokens(i, length, 64) for i, length in enumerate([40, 50, 33, 60, 21, 45, 38, 52])]
+    requests = [
+        Request(str(i), list(prompt), len(prompt), SamplingParams(max_new_tokens=20), arrival=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        core.add(request)
+    copied = [0, 0]
+    launch = runner.launch
+
+    def counting(batch: ScheduledBatch, previous: Pending | None = None) -> Pending:
+        if batch.copies is not None:
+            copied[0] += len(batch.copies.to_host)
+            copied[1] += len(batch.copies.from_host)
+        return launch(batch, previous)
+
+    runner.launch = counting  # type: ignore[method-assign]
+    for _ in range(500):
+        if not core.has_work:
+            break
+        core.step()
+        cache.check_integrity(list(scheduler.live()))
+    assert min(copied) > 0 and scheduler.num_preemptions > 0
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output_ids == ref(model, prompt, 20)
+
+
+def gemma() -> PreTrainedModel:
+    config = Gemma2Config(
+        **SIZES | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 20}
+    )
+    return build_random(Gemma2ForCausalLM, config)
+
+
+def test_layer_groups_with_a_table_each() -> None:
+    model = gemma()
+    groups = (LayerGroup((0, 2), 20), LayerGroup((1, 3)))
+    runner = make_runner(model, groups=groups)
+    rows = Rows(runner, 64, [50, 7, 23], num_groups=2)
+    for counts in ({0: 30, 1: 7}, {0: 20, 1: 1, 2: 23}, *[{0: 1, 2: 1, 1: 1}] * 4):
+        for request_id, logits in rows.step(counts).items():
+            request = rows.requests[int(request_id)]
+            torch.testing.assert_close(logits, expected(model, request, request.computed), rtol=1e-3, atol=1e-3)
+        row = rows.requests[0]
+        behind = max(0, row.computed - 20 + 1) // PAGE
+        rows.tables[0][0][:behind] = [0] * behind  # what lies behind the window is given back
+
+
+def test_refresh_says_whether_weights_have_changed() -> None:
+    model = build_tiny()
+    runner = make_runner(model)
+    assert runner.refresh_weights() is True  # nothing is known of the time before
+    assert runner.refresh_weights() is False
+    with torch.no_grad():
+        model.model.norm.weight.data[3] *= 2
+    assert runner.refresh_weights() is True
+    assert runner.refresh_weights() is False
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -298,6 +415,14 @@ def test_a_cache_takes_no_memory_before_it_is_used() -> None:
     before = resident_bytes()
     kv = allocate(4, 2**15, 2, PAGE, 64, torch.float32)
     assert sum(tensor.nbytes for tensor in kv.keys + kv.values) > 2**30
+    host = HostKV(kv, 2**15)
     assert resident_bytes() - before < 2**26
-    kv.keys[3][2**14, 1, 2, 3] = 1.0
-    assert kv.keys[3].sum() == 1.0
+    host.run(BlockCopies(to_host=[(1, 2**14)]))
+    assert resident_bytes() - before < 2**26
+
+
+def test_blocks_that_are_allocated() -> None:
+    assert allocate(1, 5, 1, 4, 8, torch.float32).num_blocks_allocated == 6
+    kv = allocate(1, 5, 1, 4, 8, torch.float32, trash=True)
+    assert kv.num_blocks_allocated == 7
+    assert not any(tensor.any() for tensor in kv.keys + kv.values)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
 from engine.ops import make_ops
 from engine.ops.cpu import build
@@ -32,13 +33,20 @@ def one_token_rows(lengths: list[int], tables: list[list[int]]) -> PackedRows:
 
 
 def attend(
-    rows: list[int], page: int, dtype: torch.dtype, query_dtype: torch.dtype | None = None, neighbours: float = 0.0
+    rows: list[int],
+    page: int,
+    dtype: torch.dtype,
+    query_dtype: torch.dtype | None = None,
+    neighbours: float = 0.0,
+    window: int | None = None,
+    **rule: object,
 ) -> torch.Tensor:
     """Attention of those of the rows of `LENGTHS`, whose K, V and queries are the same in every call.
 
-    All other tokens of the cache hold `neighbours`.
+    All other tokens of the cache hold `neighbours`, and so do those that a row does not see.
     """
-    ops = CpuOps(kv := allocate(1, 100, KV_HEADS, page, DIM, dtype))
+    kv = allocate(1, 100, KV_HEADS, page, DIM, dtype)
+    ops = CpuOps(kv, [LayerGroup((0,), window)])
     query = torch.randn(len(LENGTHS), HEADS, DIM, generator=torch.Generator().manual_seed(1)).to(query_dtype or dtype)
     for tensor in (*kv.keys, *kv.values):
         tensor[1:] = neighbours
@@ -49,22 +57,31 @@ def attend(
         generator = torch.Generator().manual_seed(2 + row)
         for cache in (kv.keys[0], kv.values[0]):
             lines = torch.randn(LENGTHS[row], KV_HEADS, DIM, generator=generator).to(dtype)
-            for position, line in enumerate(lines):
+            first = max(0, LENGTHS[row] - window) if window else 0
+            for position, line in enumerate(lines[first:], first):
                 cache[tables[-1][position // page], :, position % page] = line
+        tables[-1][: first // page] = [0] * (first // page)
     plan = ops.plan(one_token_rows([LENGTHS[row] for row in rows], tables))
     unused = torch.empty(KV_HEADS, len(rows), DIM, dtype=dtype)
-    return ops.attend(0, query[rows], unused, unused, plan, None)
+    return ops.attend(0, query[rows], unused, unused, plan, None, **rule)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 1, 20, 32])
+def test_a_row_depends_on_nothing_but_itself(dtype: torch.dtype, window: int | None) -> None:
     """Bit for bit the same alone, in any company, whatever the rest of the cache holds, at any page size."""
-    everything = attend(list(range(len(LENGTHS))), 16, dtype)
+    rule = {"softcap": 3.0, "sinks": torch.linspace(-1, 1, HEADS)} if window == 20 else {}
+    everything = attend(list(range(len(LENGTHS))), 16, dtype, window=window, **rule)
     assert everything.isfinite().all()
     for row in range(len(LENGTHS)):
         for page, neighbours in ((16, 0.0), (4, math.nan), (32, math.inf)):
-            alone = attend([row], page, dtype, neighbours=neighbours)
+            alone = attend([row], page, dtype, neighbours=neighbours, window=window, **rule)
             assert torch.equal(alone[0], everything[row])
+
+
+def test_a_window_longer_than_every_row_changes_nothing() -> None:
+    rows = list(range(len(LENGTHS)))
+    assert torch.equal(attend(rows, 16, torch.float32, window=70), attend(rows, 16, torch.float32))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -118,6 +135,36 @@ def test_scores_far_apart() -> None:
     assert (out[:, 0].double() - expected).abs().max() < 5e-5  # a score of 300 is known to 3e-5
 
 
+@pytest.mark.parametrize("softcap", [0.1, 1.0, 50.0])
+def test_softcap_of_scores_of_any_size(softcap: float) -> None:
+    """From scores that it leaves alone to scores that it makes equal; a softmax of two tokens shows them."""
+    keys = torch.cat((torch.logspace(-6, 4, 200), -torch.logspace(-6, 4, 200)))
+    kv = allocate(1, 400, 1, 4, 8, torch.float32)
+    kv.keys[0][1:, 0, 1, 0] = keys  # token 0 has a score of 0
+    kv.values[0][1:, 0, 1] = 1.0
+    ops = CpuOps(kv)
+    query = torch.zeros(400, 1, 8)
+    query[:, :, 0] = 1.0
+    unused = torch.empty(1, 400, 8)
+    plan = ops.plan(one_token_rows([2] * 400, [[1 + i] for i in range(400)]))
+    out = ops.attend(0, query, unused, unused, plan, 1.0, softcap)[:, 0, 0].double()
+    expected = (softcap * (keys.double() / softcap).tanh()).sigmoid()
+    error = (out - expected).abs() / expected
+    assert error.max() < 5e-6 and error[keys.abs() < 5].max() < 4e-7
+
+
+def test_sinks_take_their_share() -> None:
+    """One token and a sink: the token's weight is known exactly."""
+    kv = allocate(1, 4, 1, 4, 8, torch.float32)
+    kv.values[0][1] = 1.0
+    ops = CpuOps(kv)
+    unused = torch.empty(1, 1, 8)
+    sinks = torch.tensor([-200.0, -1.0, 0.0, 3.0, 200.0, math.inf, -math.inf, math.nan])
+    out = ops.attend(0, torch.ones(1, 8, 8), unused, unused, ops.plan(one_token_rows([1], [[1]])), None, None, sinks)
+    expected = torch.tensor([1.0, 1 / (1 + math.exp(-1)), 0.5, 1 / (1 + math.exp(3)), 0.0, math.nan, 1.0, math.nan])
+    torch.testing.assert_close(out[0, :, 0], expected, equal_nan=True, rtol=1e-6, atol=1e-30)
+
+
 def test_strided_inputs() -> None:
     """K, V and queries whose last dimension is not contiguous."""
     ops = CpuOps(kv := allocate(1, 10, 2, 4, 8, torch.float32))
@@ -141,17 +188,12 @@ def test_the_process_has_one_openmp() -> None:
 # The build
 
 
-def test_ops_are_chosen_by_dtype() -> None:
-    assert type(make_ops(allocate(1, 4, 1, 4, 8, torch.bfloat16))) is CpuOps
-    assert type(make_ops(allocate(1, 4, 1, 4, 8, torch.float16))) is TorchOps
-
-
 def fallback_log(caplog: pytest.LogCaptureFixture) -> str:
     """Asserts that the engine goes on in torch, and returns the one line that says so."""
     with caplog.at_level(logging.WARNING):
         assert type(make_ops(allocate(1, 4, 1, 4, 8, torch.bfloat16))) is TorchOps
     (record,) = caplog.records
-    assert "slower" in record.getMessage()
+    assert "sdpa, unchanged" in record.getMessage() and "slower" in record.getMessage()
     return record.getMessage()
 
 

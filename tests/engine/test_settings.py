@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.cache.groups import LayerGroup
+from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
-from engine.settings import ModelFacts, Settings, available_memory, describe, resolve
+from engine.memory import available_memory
+from engine.settings import ModelFacts, Settings, describe, resolve
 
 GIB = 1 << 30
 SMALL = ModelFacts(30, 3, 9, 64, 2, 8192, 49152, "cpu", (None,) * 30)
@@ -30,7 +33,7 @@ def test_defaults_on_cpu() -> None:
     assert (found.safety_margin, found.sharing, found.scheduler_type) == (0.15, True, "fifo")
     assert (found.context_length, found.vocab_size, found.device_type) == (8192, 49152, "cpu")
     assert found.kv_bytes_per_block == 32 * 2 * 30 * 3 * 64 * 2
-    used = (found.num_blocks + 1) * found.kv_bytes_per_block
+    used = (found.num_blocks + 2) * found.kv_bytes_per_block
     assert 0.5 * 16 * GIB < used <= 0.6 * 16 * GIB
 
 
@@ -103,6 +106,117 @@ def test_seed() -> None:
     assert settings().seed != settings().seed
 
 
+def test_margin_depends_on_the_scheduler() -> None:
+    assert settings().safety_margin == 0.15
+    assert settings(scheduler_type="prefill_first").safety_margin == 0.0
+    assert settings(scheduler_type="prefill_first", safety_margin=0.3).safety_margin == 0.3
+    assert settings(safety_margin=0).safety_margin == 0
+
+
+class TestOffloading:
+    """Blocks on the host: GiB asked for, cut by a share of what is free there."""
+
+    BLOCK = 256 * 2 * 30 * 3 * 64 * 2
+
+    def slots(self, host: int | None, facts: ModelFacts = ON_CUDA, **config: Any) -> int:
+        return resolve(
+            ContinuousBatchingConfig(**config), facts, memory=20 * GIB, host_memory=host and host * GIB
+        ).host_slots
+
+    def test_off_by_default(self) -> None:
+        assert self.slots(100) == 0
+
+    def test_as_asked(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert self.slots(100, cpu_offload_space=8.0) == 8 * GIB // self.BLOCK
+        assert not caplog.text
+
+    def test_threshold_clamps_with_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert self.slots(5, cpu_offload_space=8.0) == 4 * GIB // self.BLOCK
+        assert "cut from 8.00 to 4.00 GiB, 0.8 of the 5.00 GiB" in caplog.text
+        assert self.slots(5, cpu_offload_space=8, cpu_offload_space_safety_threshold=0.5) == 5 * GIB // 2 // self.BLOCK
+        assert self.slots(8, cpu_offload_space=8, cpu_offload_space_safety_threshold=1.0) == 8 * GIB // self.BLOCK
+
+    def test_none_is_sized_by_the_threshold(self) -> None:
+        assert self.slots(5, cpu_offload_space=None) == 4 * GIB // self.BLOCK
+        share = self.slots(5, cpu_offload_space=None, cpu_offload_space_safety_threshold=0.4)
+        assert share == 2 * GIB // self.BLOCK
+
+    def test_a_threshold_of_0_switches_it_off(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert self.slots(100, cpu_offload_space=8.0, cpu_offload_space_safety_threshold=0) == 0
+        assert "cpu_offload_space=8.0 has no effect" in caplog.text
+        assert self.slots(100, cpu_offload_space=None, cpu_offload_space_safety_threshold=0) == 0
+
+    def test_without_sharing_there_is_no_way_back(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert self.slots(100, cpu_offload_space=8.0, allow_block_sharing=False) == 0
+        assert "cpu_offload_space=8.0 has no effect" in caplog.text
+
+    def test_a_model_on_the_host_leaves_less(self) -> None:
+        found = resolve(ContinuousBatchingConfig(num_blocks=1000, cpu_offload_space=None), SMALL, memory=20 * GIB)
+        taken = 1000 * found.kv_bytes_per_block
+        assert 0.8 * (20 * GIB - taken) * 0.95 < found.host_slots * found.kv_bytes_per_block < 0.8 * (20 * GIB - taken)
+
+    def test_less_than_a_block(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert self.slots(100, cpu_offload_space=1e-6) == 0
+        assert "nothing is offloaded" in caplog.text
+
+    def test_unknown_host_memory(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.setattr("engine.settings.available_memory", lambda *_: None)
+        assert self.slots(None, cpu_offload_space=1.0) == GIB // self.BLOCK
+        assert "not checked" in caplog.text
+        with pytest.raises(ValueError, match="set cpu_offload_space"):
+            self.slots(None, cpu_offload_space=None)
+
+
+class TestGroups:
+    """Layers in groups share the memory of a block, which is as large as the largest group."""
+
+    @pytest.fixture
+    def found(self, monkeypatch: pytest.MonkeyPatch) -> Settings:
+        groups = (LayerGroup(tuple(range(10)), None), LayerGroup(tuple(range(10, 30)), 100))
+        monkeypatch.setattr("engine.settings.plan_groups", lambda windows: groups)
+        facts = dataclasses.replace(SMALL, windows=(None,) * 10 + (100,) * 20)
+        return settings(facts, num_blocks=64, max_batch_tokens=256, max_requests_per_batch=60)
+
+    def test_bytes_of_a_block(self, found: Settings) -> None:
+        assert found.kv_bytes_per_block == 20 * 32 * 2 * 3 * 64 * 2
+
+    def test_every_running_request_needs_a_block_in_each_group(self, found: Settings) -> None:
+        assert found.max_requests == 32
+
+    def test_longest_request(self, found: Settings) -> None:
+        cache = KVCache(64, 32, found.groups, max_step_tokens=256)
+        assert 0 < found.cache_tokens == cache.max_tokens < 64 * 32
+        assert dataclasses.replace(found, num_blocks=1).cache_tokens == 0
+
+    def test_windows_alone_bound_no_request(self, found: Settings) -> None:
+        windowed = dataclasses.replace(found, groups=found.groups[1:])
+        assert windowed.cache_tokens > 2**40
+        assert "2,048 tokens, 64 blocks" in "\n".join(describe(windowed))
+
+    def test_describe(self, found: Settings) -> None:
+        text = "\n".join(describe(dataclasses.replace(found, context_length=1024)))
+        assert "64 blocks of 32 for 2 groups of layers" in text
+        assert f"{64 / (32 + 13):.2f} requests of 1,024 tokens" in text
+
+
+def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        settings(num_blocks=64)
+    assert "no effect" not in caplog.text
+    with caplog.at_level("INFO"):
+        settings(
+            kv_padding_interval_size=64,
+            cpu_group_timeout=None,
+            disable_nccl_graph_mixing=False,
+            cpu_offload_space_safety_threshold=0.5,
+        )
+    for name in (
+        "kv_padding_interval_size=64", "cpu_group_timeout=None",
+        "disable_nccl_graph_mixing=False", "cpu_offload_space_safety_threshold=0.5",
+    ):  # fmt: skip
+        assert f"{name} has no effect" in caplog.text
+
+
 @given(
     memory=st.integers(2 * GIB, 200 * GIB),
     page_size=st.integers(4, 512),
@@ -115,7 +229,7 @@ def test_never_over_budget(memory: int, page_size: int, tokens: int | None, requ
     found = settings(
         facts, memory=memory, page_size=page_size, max_batch_tokens=tokens, max_requests_per_batch=requests
     )
-    assert (found.num_blocks + 1) * found.kv_bytes_per_block <= memory * 0.9
+    assert (found.num_blocks + 2) * found.kv_bytes_per_block <= memory * 0.9
     assert 1 <= found.max_requests <= min(found.max_batch_tokens, found.num_blocks)
     assert tokens is not None or found.max_batch_tokens >= 256
 
@@ -126,6 +240,29 @@ def test_describe() -> None:
     assert "4.00 requests of 8,192 tokens" in text
     assert "512 tokens and 512 requests, fifo, safety margin 0.15" in text
     assert "prefix caching: on; seed 5" in text
+    assert "decode fast path: no blocks; CUDA graphs: mixed off, decode off; async batching: off" in text
+    assert "offloading" not in text and "compiled" not in text
+
+
+def test_describe_what_is_on() -> None:
+    found = resolve(
+        ContinuousBatchingConfig(use_cuda_graph=True, default_compile_level=3, cpu_offload_space=2.0, num_blocks=64),
+        ON_CUDA,
+        memory=80 * GIB,
+        host_memory=80 * GIB,
+    )
+    text = "\n".join(describe(found))
+    assert "decode fast path: 32 blocks; CUDA graphs: mixed on, decode on; async batching: on" in text
+    assert "offloading: 364 blocks on the host, 2.00 GiB" in text
+    assert "decode-only steps are compiled: mode max-autotune-no-cudagraphs, dynamic False" in text
+
+
+def test_replayed_steps_take_memory() -> None:
+    plain, graphs, twice = (
+        settings(ON_CUDA, memory=8 * GIB, **fields).num_blocks
+        for fields in ({}, {"use_cuda_graph": True, "use_async_batching": False}, {"use_cuda_graph": True})
+    )
+    assert plain > graphs >= twice
 
 
 def test_unknown_memory(monkeypatch: pytest.MonkeyPatch) -> None:

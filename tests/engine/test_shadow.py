@@ -101,18 +101,101 @@ def test_facts_of_gpt2_which_names_its_sizes_differently() -> None:
     assert facts.context_length == 128
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "windows"),
+    [
+        ("mistral", {"sliding_window": 16}, (16,) * 4),
+        ("mistral", {"sliding_window": None}, (None,) * 4),
+        ("mixtral", {"sliding_window": 7}, (7,) * 4),
+        ("phi3", {"sliding_window": 16}, (16,) * 4),
+        ("starcoder2", {"sliding_window": 16}, (16,) * 4),
+        ("qwen2", {"sliding_window": 16}, (None,) * 4),  # use_sliding_window is off by default
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 16)),
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, (16,) * 4),
+        ("gemma2", {"sliding_window": 16}, (16, None, 16, None)),
+        ("gemma3_text", {"sliding_window": 16, "num_hidden_layers": 6}, (16,) * 5 + (None,)),
+        ("gpt_oss", {"sliding_window": 16}, (16, None, 16, None)),
+        ("cohere2", {"sliding_window": 16}, (16, 16, 16, None)),
+        ("olmo3", {"sliding_window": 16}, (16, 16, 16, None)),
+        ("exaone4", {"sliding_window": 16}, (16, 16, 16, None)),
+        ("gemma2", {"sliding_window": 16, "layer_types": [FULL, FULL, FULL, SLIDING]}, (None, None, None, 16)),
+        ("llama", {"sliding_window": 16}, (None,) * 4),  # a field that the architecture does not have
+    ],
+)
+def test_windows(architecture: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    fields = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, **fields}
+    assert model_facts(build(architecture, **fields)).windows == windows
+
+
+def test_a_window_set_on_the_config_before_loading_counts() -> None:
+    config = AutoConfig.for_model("gemma2", **SIZES, head_dim=8, num_key_value_heads=2)
+    config.sliding_window = 24
+    assert model_facts(AutoModelForCausalLM.from_config(config)).windows == (24, None)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "length"),
+    [
+        ("llama", {}, 128),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 128),
+        ("phi3", {"original_max_position_embeddings": 96, "rope_parameters": LONGROPE}, 96),
+    ],
+)
+def test_the_context_ends_where_rotary_frequencies_would_change(
+    architecture: str, fields: dict[str, Any], length: int
+) -> None:
+    assert model_facts(build(architecture, **fields)).context_length == length
+
+
+def test_rotary_frequencies_that_a_forward_writes_are_not_shared() -> None:
+    model: Any = build("phi3", original_max_position_embeddings=96, rope_parameters=LONGROPE)
+    shadow: Any = make_shadow(model)
+    before = shadow.model.rotary_emb.inv_freq.clone()
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 100, dtype=torch.long))  # beyond 96: the long frequencies
+    assert not torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert torch.equal(shadow.model.rotary_emb.inv_freq, before)
+
+
+def test_a_context_that_is_cut_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    make_shadow(build("phi3", original_max_position_embeddings=96, rope_parameters=LONGROPE))
+    (record,) = caplog.records
+    assert "96 positions instead of 128" in record.getMessage()
+    make_shadow(build("llama"))
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "named"),
     [
-        ("mistral", {"sliding_window": 16}, "sliding_attention"),
-        ("gemma2", {"head_dim": 8, "num_key_value_heads": 2}, "sliding_attention"),
-        ("gpt_oss", {"head_dim": 8, "num_key_value_heads": 2}, "sliding_attention"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("qwen3_5_text", {"num_hidden_layers": 4}, "linear_attention.*recurrent state"),
+        ("lfm2", {"layer_types": ["conv", FULL], "num_key_value_heads": 2}, "conv.*convolution"),
+        ("llama4_text", {"num_hidden_layers": 4, "num_local_experts": 2}, "chunked_attention.*fixed borders"),
+        (
+            "gemma4_text",
+            {"num_key_value_heads": 2, "vocab_size_per_layer_input": 64},
+            "head_dim differs between layers",
+        ),
+        ("bart", {"d_model": 32, "decoder_layers": 2}, "BartForCausalLM does not take position_ids"),
+        ("roberta", {"is_decoder": True}, "from the padding token's id"),
     ],
 )
 def test_what_is_not_supported_is_named(architecture: str, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(NotImplementedError, match=named):
         model_facts(build(architecture, **fields))
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    model = build_tiny()
+    model.config.is_encoder_decoder = True
+    with pytest.raises(NotImplementedError, match="encoder-decoder"):
+        model_facts(model)
 
 
 def test_weights_that_are_not_loaded() -> None:

@@ -34,7 +34,7 @@ def model(**fields: Any) -> ModelConfig:
         ({"models": [{"name": "m", "tensor_parallel_size": 2}]}, "tensor_parallel_size"),
         ({"models": [{"name": "m", "engine": {"page_sise": 16}}]}, "did you mean 'page_size'"),
         ({"models": [{"name": "m", "engine": {"page_size": 3}}]}, "page_size is 3"),
-        ({"models": [{"name": "m", "engine": {"use_cuda_graph": True}}]}, "use_cuda_graph"),
+        ({"models": [{"name": "m", "engine": {"decode_compile_config": {"fullgraph": True}}}]}, "fullgraph"),
         ({"models": [{"name": "m", "engine": {"per_request_processors": False}}]}, "per_request_processors"),
         ({"models": [{"name": "a/b"}, {"name": "a-b"}]}, "both need the deployment 'EngineReplica-a-b'"),
         ({"models": [{"name": "m"}], "router": {"load_facto": 2}}, "did you mean 'load_factor'"),

@@ -4,8 +4,8 @@
 // A page is [kv_heads, page, dim]; K and V of a layer are [blocks, kv_heads, page, dim], contiguous.
 // A unit of work is one (row, KV head) with all query heads of its group. It walks the row's tokens in tiles of LANES,
 // each tile: scores -> softmax so far (online) -> weighted values, everything accumulated in fp32. Tiles begin at
-// multiples of LANES in the row, whatever the page size, so a result depends on nothing but the row itself.
-// No token at or beyond a row's length is read.
+// multiples of LANES in the row, whatever the page size and the window, so a result depends on nothing but the row.
+// No token at or beyond a row's length, or behind its window, is read.
 
 #include <cstdint>
 #include <cstring>
@@ -96,7 +96,19 @@ inline Floats exp_negative(Floats x) {
     return p * (Floats)(((Ints)shifted << 23) + 0x3f800000);
 }
 
-// ---- One tile: LANES tokens of one KV head, G query heads. Queries and outputs are [G][width] vectors.
+// To about 1e-7. NaN stays NaN. Near 0 by Cephes' polynomial, since 1 - e^-2x has lost its digits there.
+inline Floats tanh_lanes(Floats x) {
+    Floats size = x < 0.0f ? -x : x, e = exp_negative(size * -2.0f), square = x * x;
+    Floats p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    Floats large = (1.0f - e) / (1.0f + e);
+    large = x < 0.0f ? -large : large;
+    return size < 0.625f ? p * square * x + x : large;
+}
+
+// ---- One tile: LANES tokens of one KV head, G query heads, of which tokens [skip, count) are seen. Queries and outputs are [G][width] vectors.
 
 struct Softmax {  // of one query head, over the tokens so far
     Floats sums;  // lane t: sum of the weights of tokens t, t + LANES, ...
@@ -122,27 +134,29 @@ inline void tile_scores(const T* const* keys, const Floats* query, int dim, int 
     for (int g = 0; g < G; g++) scores[g] = sums_of_rows(parts[g]);
 }
 
-// Turns the scores of `count` tokens into weights relative to the new peak; returns the factor for what came before.
-inline float update_softmax(Softmax& softmax, Floats& scores, int count) {
+// Turns the scores of the tokens seen into weights relative to the new peak; returns the factor for what came before.
+inline float update_softmax(Softmax& softmax, Floats& scores, int skip, int count) {
     Ints lane;
     for (int t = 0; t < LANES; t++) lane[t] = t;
-    scores = lane < count ? scores : Floats{} - INF;
+    const Ints seen = (lane >= skip) & (lane < count);
+    scores = seen ? scores : Floats{} - INF;
     float peak = softmax.peak;
     for (int t = 0; t < LANES; t++) peak = scores[t] > peak ? scores[t] : peak;
     float decay = exp_negative(Floats{} + (softmax.peak - peak))[0];
     if (softmax.peak == -INF) decay = 0;
-    scores = lane < count ? exp_negative(scores - peak) : Floats{};
+    scores = seen ? exp_negative(scores - peak) : Floats{};
     softmax.sums = softmax.sums * decay + scores;
     softmax.peak = peak;
     return decay;
 }
 
 template <int G, int N, typename Load>
-inline void add_values(Load load_value, int count, const Floats* weights, const float* decay, Floats* out, int width) {
+inline void add_values(Load load_value, int skip, int count, const Floats* weights, const float* decay, Floats* out,
+                       int width) {
     Floats sums[G][N];
     for (int g = 0; g < G; g++)
         for (int n = 0; n < N; n++) sums[g][n] = out[g * width + n] * decay[g];
-    for (int t = 0; t < count; t++)
+    for (int t = skip; t < count; t++)
         for (int n = 0; n < N; n++) {
             Floats value = load_value(t, n);
             for (int g = 0; g < G; g++) sums[g][n] += value * ((const float*)&weights[g])[t];
@@ -152,60 +166,69 @@ inline void add_values(Load load_value, int count, const Floats* weights, const 
 }
 
 template <int G, typename T>
-void attend_tile(const T* const* keys, const T* const* values, int count, const Floats* query, int dim, int width,
-                 Softmax* softmax, Floats* out) {
+void attend_tile(const T* const* keys, const T* const* values, int skip, int count, const Floats* query, int dim,
+                 int width, float softcap, Softmax* softmax, Floats* out) {
     Floats weights[G];
     float decay[G];
     tile_scores<G>(keys, query, dim, width, weights);
-    for (int g = 0; g < G; g++) decay[g] = update_softmax(softmax[g], weights[g], count);
+    if (softcap)
+        for (int g = 0; g < G; g++) weights[g] = softcap * tanh_lanes(weights[g] / softcap);
+    for (int g = 0; g < G; g++) decay[g] = update_softmax(softmax[g], weights[g], skip, count);
     int c = 0;
     for (; (c + 4) * LANES <= dim; c += 4)
-        add_values<G, 4>([=](int t, int n) { return load(values[t] + (c + n) * LANES); }, count, weights, decay,
-                         out + c, width);
+        add_values<G, 4>([=](int t, int n) { return load(values[t] + (c + n) * LANES); }, skip, count, weights,
+                         decay, out + c, width);
     for (; (c + 1) * LANES <= dim; c++)
-        add_values<G, 1>([=](int t, int) { return load(values[t] + c * LANES); }, count, weights, decay, out + c,
-                         width);
+        add_values<G, 1>([=](int t, int) { return load(values[t] + c * LANES); }, skip, count, weights, decay,
+                         out + c, width);
     if (c < width)
-        add_values<G, 1>([=](int t, int) { return load_first(values[t] + c * LANES, dim - c * LANES); }, count,
-                         weights, decay, out + c, width);
+        add_values<G, 1>([=](int t, int) { return load_first(values[t] + c * LANES, dim - c * LANES); }, skip,
+                         count, weights, decay, out + c, width);
 }
 
 // ---- One row and KV head
 
-struct Sizes { int64_t kv_heads, group, page, dim, width; };
+struct Sizes { int64_t kv_heads, group, page, dim, window, width; };
+struct Rule { float scaling, softcap; const float* sinks; };
 
+// Block b of the row is tables[offset + b]; a row with a window has no entries for blocks wholly behind it.
 template <typename T>
-void attend_row(const T* query, int64_t head_stride, const T* keys, const T* values, const int32_t* table,
-                int64_t length, int64_t kv_head, const Sizes& s, float scaling, Floats* query_lanes, Floats* sums,
-                Softmax* softmax, T* out) {
+void attend_row(const T* query, int64_t head_stride, const T* keys, const T* values, const int32_t* tables,
+                int64_t offset, int64_t length, int64_t kv_head, const Sizes& s, const Rule& rule, Floats* query_lanes,
+                Floats* sums, Softmax* softmax, T* out) {
     for (int64_t g = 0; g < s.group; g++) {
         softmax[g] = {Floats{}, -INF};
+        if (rule.sinks) {  // as a token without a value that came before all others
+            softmax[g].peak = rule.sinks[kv_head * s.group + g];
+            softmax[g].sums[0] = 1;
+        }
         for (int64_t c = 0; c < s.width; c++) {
             int64_t count = s.dim - c * LANES < LANES ? s.dim - c * LANES : LANES;
-            query_lanes[g * s.width + c] = load_first(query + g * head_stride + c * LANES, count) * scaling;
+            query_lanes[g * s.width + c] = load_first(query + g * head_stride + c * LANES, count) * rule.scaling;
             sums[g * s.width + c] = Floats{};
         }
     }
-    for (int64_t first = 0, block = 0, slot = 0; first < length; first += LANES) {
+    const int64_t begin = s.window && s.window < length ? length - s.window : 0;
+    int64_t block = offset + begin / s.page, slot = begin % s.page;
+    for (int64_t first = begin / LANES * LANES; first < length; first += LANES) {
         const T *tile_keys[LANES], *tile_values[LANES];
-        int count = length - first < LANES ? length - first : LANES;
-        for (int t = 0; t < LANES; t++) {
-            if (t >= count) {  // the last token again; its score is dropped
-                tile_keys[t] = tile_keys[count - 1];
-                continue;
-            }
-            int64_t line = ((table[block] * s.kv_heads + kv_head) * s.page + slot) * s.dim;
+        const int skip = begin > first ? begin - first : 0, count = length - first < LANES ? length - first : LANES;
+        for (int t = skip; t < count; t++) {
+            int64_t line = ((tables[block] * s.kv_heads + kv_head) * s.page + slot) * s.dim;
             tile_keys[t] = keys + line;
             tile_values[t] = values + line;
             if (++slot == s.page) slot = 0, block++;
         }
+        // Tokens that are not seen: one that is, again; its score is dropped.
+        for (int t = 0; t < skip; t++) tile_keys[t] = tile_keys[skip];
+        for (int t = count; t < LANES; t++) tile_keys[t] = tile_keys[count - 1];
         for (int64_t g = 0; g < s.group; g += HEADS) {
             auto attend = s.group - g == 1   ? attend_tile<1, T>
                           : s.group - g == 2 ? attend_tile<2, T>
                           : s.group - g == 3 ? attend_tile<3, T>
                                              : attend_tile<HEADS, T>;
-            attend(tile_keys, tile_values, count, query_lanes + g * s.width, s.dim, s.width, softmax + g,
-                   sums + g * s.width);
+            attend(tile_keys, tile_values, skip, count, query_lanes + g * s.width, s.dim, s.width, rule.softcap,
+                   softmax + g, sums + g * s.width);
         }
     }
     for (int64_t g = 0; g < s.group; g++) {
@@ -221,7 +244,7 @@ void attend_row(const T* query, int64_t head_stride, const T* keys, const T* val
 template <typename T>
 void attend_rows(const T* query, int64_t row_stride, int64_t head_stride, const T* keys, const T* values,
                  const int32_t* tables, const int64_t* offsets, const int64_t* lengths, int64_t rows, Sizes s,
-                 float scaling, int threads, T* out) {
+                 Rule rule, int threads, T* out) {
     s.width = (s.dim + LANES - 1) / LANES;
     const int64_t units = rows * s.kv_heads, piece = 1 + units / (16 * threads);
 #pragma omp parallel num_threads(threads)
@@ -231,24 +254,25 @@ void attend_rows(const T* query, int64_t row_stride, int64_t head_stride, const 
 #pragma omp for schedule(dynamic, piece)
         for (int64_t unit = 0; unit < units; unit++) {
             const int64_t row = unit / s.kv_heads, kv_head = unit % s.kv_heads, head = kv_head * s.group;
-            attend_row(query + row * row_stride + head * head_stride, head_stride, keys, values, tables + offsets[row],
-                       lengths[row], kv_head, s, scaling, lanes.data(), lanes.data() + s.group * s.width,
-                       softmax.data(), out + (row * s.kv_heads * s.group + head) * s.dim);
+            attend_row(query + row * row_stride + head * head_stride, head_stride, keys, values, tables, offsets[row],
+                       lengths[row], kv_head, s, rule, lanes.data(), lanes.data() + s.group * s.width, softmax.data(),
+                       out + (row * s.kv_heads * s.group + head) * s.dim);
         }
     }
 }
 
 }  // namespace
 
-// query [rows, heads, dim] with strides in elements, `dim` contiguous. tables: the rows' blocks one after another,
-// row r's from offsets[r] on. lengths: tokens of each row, its newest included. out [rows, heads, dim], contiguous.
+// query [rows, heads, dim] with strides in elements, `dim` contiguous. tables: the blocks that the rows see, one row
+// after another; block b of row r is tables[offsets[r] + b]. lengths: tokens of each row, its newest included.
+// sinks [heads] or null. window, softcap: 0 for none. out [rows, heads, dim], contiguous.
 #define ATTEND(name, T)                                                                                              \
     extern "C" void name(const T* query, int64_t row_stride, int64_t head_stride, const T* keys, const T* values,    \
-                         const int32_t* tables, const int64_t* offsets, const int64_t* lengths, int64_t rows,        \
-                         int64_t kv_heads, int64_t group, int64_t page, int64_t dim, float scaling, int32_t threads, \
-                         T* out) {                                                                                   \
+                         const int32_t* tables, const int64_t* offsets, const int64_t* lengths, const float* sinks,  \
+                         int64_t rows, int64_t kv_heads, int64_t group, int64_t page, int64_t dim, int64_t window,   \
+                         float scaling, float softcap, int32_t threads, T* out) {                                    \
         attend_rows(query, row_stride, head_stride, keys, values, tables, offsets, lengths, rows,                    \
-                    {kv_heads, group, page, dim, 0}, scaling, threads, out);                                         \
+                    {kv_heads, group, page, dim, window, 0}, {scaling, softcap, sinks}, threads, out);               \
     }
 
 ATTEND(attend_bf16, Bf16)

@@ -1,0 +1,205 @@
+"""How steps run: recorded graphs, async batching, the decode-only path, compilation; chosen by config and device.
+
+Called when settings are resolved. What was asked for and cannot be had on the device is said in the log. Knows no
+model beyond its facts and loads no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.config import ContinuousBatchingConfig, WorkloadHints
+
+if TYPE_CHECKING:
+    from engine.settings import ModelFacts
+
+logger = logging.getLogger(__name__)
+
+_FALLBACK_BLOCKS_PER_REQUEST = 32
+_Q_PADDING, _KV_PADDING = 64, 16384
+_LEVEL_MODES = {1: "default", 2: "max-autotune-no-cudagraphs", 3: "max-autotune-no-cudagraphs"}
+_RECORDING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: they record CUDA graphs themselves
+_DEFAULT_MODE = "reduce-overhead"  # what a CompileConfig has that names none
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a device, with the attention that runs on it, can do.
+
+    Attributes:
+        graphs: record steps and replay them.
+        block_tables: a kernel for one-token rows that reads the cache through block tables. Without it decode-only
+            steps of fixed shapes are possible, but worth it only where they are replayed.
+        flash: attention is FlashAttention.
+    """
+
+    graphs: bool = False
+    block_tables: bool = False
+    flash: bool = False
+
+    @classmethod
+    def of(cls, device_type: str) -> Capabilities:
+        """With the operations that the engine has, which are no FlashAttention."""
+        return cls(graphs=device_type == "cuda")
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """Arguments of `torch.compile`."""
+
+    mode: str | None = None
+    dynamic: bool | None = None
+    backend: Any = "inductor"
+    options: dict[str, Any] | None = None
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether the compiled code records CUDA graphs of its own."""
+        return self.mode in _RECORDING_MODES or bool((self.options or {}).get("triton.cudagraphs"))
+
+
+@dataclass(frozen=True)
+class Acceleration:
+    """How steps run; the attributes are those of `Settings`."""
+
+    max_blocks_per_request: int
+    mixed_compile: CompileSettings | None
+    decode_compile: CompileSettings | None
+    graphs: tuple[bool, bool]
+    q_padding: int
+    kv_padding: int
+    async_batching: bool
+
+
+def resolve_acceleration(
+    config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, device: Capabilities
+) -> Acceleration:
+    """Raises ValueError for a compile config with both a mode and options."""
+    asked = _asked_graphs(config, facts, device)
+    has_kernel = device.block_tables or asked[1]
+    max_blocks = _max_blocks_per_request(config, facts, hints, page_size, has_kernel)
+    mixed_compile = _mixed_compile(config, device)
+    decode_compile = _decode_compile(config, max_blocks)
+    graphs = _graphs((asked[0], asked[1] and max_blocks > 0), (mixed_compile, decode_compile))
+    return Acceleration(
+        max_blocks_per_request=max_blocks,
+        mixed_compile=mixed_compile,
+        decode_compile=decode_compile,
+        graphs=graphs,
+        q_padding=config.q_padding_interval_size or _Q_PADDING,
+        kv_padding=config.kv_padding_interval_size or _KV_PADDING,
+        async_batching=_async_batching(config, facts, graphs),
+    )
+
+
+def _max_blocks_per_request(
+    config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, has_kernel: bool
+) -> int:
+    asked = config.max_blocks_per_request
+    if asked == 0:
+        return 0
+    if any(window is not None for window in facts.windows):
+        logger.log(
+            logging.INFO if asked is None else logging.WARNING,
+            "the decode fast path is not available (max_blocks_per_request is %s, 0 is used): layers with a sliding "
+            "window have no kernel that reads block tables",
+            asked,
+        )
+        return 0
+    if not has_kernel:
+        if asked is not None:
+            logger.warning(
+                "the decode fast path is not available (max_blocks_per_request is %d, 0 is used): there is no kernel "
+                "for %s that reads block tables, and its steps are not replayed",
+                asked,
+                facts.device_type,
+            )
+        return 0
+    if asked is not None:
+        return asked
+    if not (hints.max_prompt_length and hints.max_generated_length):
+        return _FALLBACK_BLOCKS_PER_REQUEST
+    blocks = -(-(hints.max_prompt_length + hints.max_generated_length) // page_size) + 1
+    return blocks + blocks % 2
+
+
+def _mixed_compile(config: ContinuousBatchingConfig, device: Capabilities) -> CompileSettings | None:
+    explicit = _explicit_compile(config, "varlen_compile_config")
+    level = _level(config)
+    if explicit is None and level is not None and device.flash:
+        logger.info(
+            "default_compile_level=%d compiles decode-only steps alone: with FlashAttention the mixed ones would be "
+            "compiled again and again",
+            config.default_compile_level,
+        )
+        return None
+    return explicit or level
+
+
+def _decode_compile(config: ContinuousBatchingConfig, max_blocks: int) -> CompileSettings | None:
+    explicit = _explicit_compile(config, "decode_compile_config")
+    if max_blocks:
+        return explicit or _level(config)
+    if explicit is not None:
+        logger.warning("decode_compile_config has no effect: there is no decode fast path to compile")
+    return None
+
+
+def _level(config: ContinuousBatchingConfig) -> CompileSettings | None:
+    level = config.default_compile_level
+    return CompileSettings(mode=_LEVEL_MODES[level], dynamic=level < 3) if level else None
+
+
+def _explicit_compile(config: ContinuousBatchingConfig, name: str) -> CompileSettings | None:
+    fields = config.compile_fields(name)
+    if fields is None:
+        return None
+    fields.pop("fullgraph", None)
+    mode = fields.setdefault("mode", _DEFAULT_MODE)
+    if fields.get("options"):  # torch takes one of the two
+        if mode not in (None, _DEFAULT_MODE):
+            raise ValueError(f"{name} sets mode {mode!r} and options {fields['options']!r}: set one of them")
+        fields["mode"] = None
+    return CompileSettings(**fields)
+
+
+def _asked_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, device: Capabilities) -> tuple[bool, bool]:
+    choice = config.use_cuda_graph
+    if choice is None:
+        choice = bool(config.q_padding_interval_size or config.kv_padding_interval_size)
+    mixed, decode = choice if isinstance(choice, tuple) else (choice, choice)
+    if not device.graphs:
+        if mixed or decode:
+            logger.warning("CUDA graphs were asked for and are off: the model is on %s", facts.device_type)
+        return False, False
+    if config.use_cuda_graph is None and config.use_async_batching:
+        return True, True
+    return mixed, decode
+
+
+def _graphs(
+    asked: tuple[bool, bool], compiled: tuple[CompileSettings | None, CompileSettings | None]
+) -> tuple[bool, bool]:
+    paths = []
+    for name, wanted, settings in zip(("mixed", "decode-only"), asked, compiled, strict=True):
+        if wanted and settings is not None and settings.records_graphs:
+            logger.warning(
+                "%s steps are not recorded as CUDA graphs: compiled with mode %r they record graphs of their own; "
+                "mode 'max-autotune-no-cudagraphs' does not",
+                name,
+                settings.mode,
+            )
+            wanted = False
+        paths.append(wanted)
+    return paths[0], paths[1]
+
+
+def _async_batching(config: ContinuousBatchingConfig, facts: ModelFacts, graphs: tuple[bool, bool]) -> bool:
+    if config.use_async_batching and not any(graphs):
+        logger.warning(
+            "use_async_batching=True is off: it needs CUDA graphs, which are off (the model is on %s)",
+            facts.device_type,
+        )
+    return any(graphs) and config.use_async_batching is not False

@@ -1,0 +1,162 @@
+"""The two ways of a step through the model: mixed rows, and decode-only steps by block tables of a fixed width.
+
+Chosen between and called by the model runner. A path pads the step where its shapes are fixed, has the ops plan it,
+and runs it directly or by a recording.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+
+from engine.acceleration import CompileSettings
+from engine.execution.forward import DeviceInputs, Forward, as_vector
+from engine.execution.graphs import GraphRunner, StepShape, decode_sizes, round_up
+from engine.execution.input_batch import InputBatch, pad
+from engine.ops.interface import Ops, PackedRows
+
+# What the compiler calls dynamic begins at 2: sizes of 0 and 1 would be compiled apart.
+_LEAST_DYNAMIC = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PathSizes:
+    """What the shapes of padded steps follow from.
+
+    Attributes:
+        page_size, trash_block: of the cache; padding writes its K/V to the trash block.
+        max_tokens, max_rows: of a step.
+        max_blocks: width of the block table of decode-only steps.
+        q_padding, kv_padding: multiples to which the tokens, and the cached tokens, of mixed steps are padded.
+    """
+
+    page_size: int
+    trash_block: int
+    max_tokens: int
+    max_rows: int
+    max_blocks: int
+    q_padding: int
+    kv_padding: int
+
+
+class FixedMixedOps(Ops, Protocol):
+    """What ops with `supports_graphs[0]` have besides."""
+
+    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> Any:
+        """A plan whose tensors have shapes that depend on the three numbers alone, and whose other values are constant.
+
+        Args:
+            rows: of `num_tokens` tokens together; the last one may be padding, in the trash block.
+            num_kv: at least the contexts of all rows after this step, together.
+            num_rows: at least the rows.
+        """
+        ...
+
+
+class MixedPath:
+    """Takes any step.
+
+    Args:
+        forward: for such steps.
+        ops: that plan them; with `graphs` they are `FixedMixedOps`.
+        graphs: where to replay; None runs directly.
+        compiled: how `forward` is compiled, if it is.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        ops: Ops,
+        sizes: PathSizes,
+        graphs: GraphRunner | None = None,
+        compiled: CompileSettings | None = None,
+    ) -> None:
+        self._forward = forward
+        self._ops = ops
+        self._sizes = sizes
+        self._graphs = graphs
+        self._compiled = compiled
+
+    def run(self, inputs: InputBatch, previous_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of `inputs.keep`; K/V of the step is written. See `GraphRunner.run` for `previous_ids`."""
+        sizes, kept = self._sizes, len(inputs.keep)
+        tokens = max(inputs.num_tokens, min(round_up(inputs.num_tokens, sizes.q_padding), sizes.max_tokens))
+        most = min(tokens, sizes.max_rows)
+        # More logits are kept where a prompt is scored.
+        if self._graphs is not None and inputs.rows.block_tables is not None and kept <= most:
+            inputs = pad(inputs, tokens, sizes.trash_block, sizes.page_size)
+            kv = round_up(int((inputs.rows.starts + inputs.rows.counts).sum()), sizes.kv_padding)
+            plan = cast(FixedMixedOps, self._ops).plan_mixed(inputs.rows, tokens, kv, sizes.max_rows + 1)
+            return self._graphs.run(StepShape(tokens, most, kv), inputs, plan, previous_ids)
+        if self._compiled is not None:
+            if self._compiled.dynamic is False:
+                kept = _size_for(kept, decode_sizes(max(kept, sizes.max_rows)))
+            else:
+                tokens, kept = max(inputs.num_tokens, _LEAST_DYNAMIC), max(kept, _LEAST_DYNAMIC)
+            inputs = pad(inputs, tokens, sizes.trash_block, sizes.page_size)
+        plan = self._ops.plan(inputs.rows)
+        return _run_directly(self._forward, inputs, inputs.num_tokens, kept, plan, previous_ids)
+
+
+class DecodePath:
+    """Takes steps in which every row has one token and a context of at most `max_blocks` blocks.
+
+    Args:
+        forward: for such steps.
+        ops: that have a `plan_decode`.
+        graphs: where to replay; None runs directly.
+        compiled: how `forward` is compiled, if it is.
+
+    Attributes:
+        padded_sizes: numbers of rows that steps of fixed shapes are padded to, ascending; empty without.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        ops: Ops,
+        sizes: PathSizes,
+        graphs: GraphRunner | None = None,
+        compiled: CompileSettings | None = None,
+    ) -> None:
+        self._forward, self._ops = forward, ops
+        self._max_rows, self._max_blocks = sizes.max_rows, sizes.max_blocks
+        self._max_context = sizes.max_blocks * sizes.page_size
+        self._graphs = graphs
+        self._least = 1 if compiled is None else _LEAST_DYNAMIC
+        is_fixed = graphs is not None or (compiled is not None and compiled.dynamic is False)
+        self.padded_sizes = decode_sizes(sizes.max_rows) if is_fixed else []
+
+    def takes(self, rows: PackedRows) -> bool:
+        """Whether a step is of this kind."""
+        count = len(rows.starts)
+        if rows.block_tables is None or rows.num_single != count or count > self._max_rows:
+            return False
+        return bool((rows.starts < self._max_context).all())
+
+    def run(
+        self, inputs: InputBatch, previous_ids: torch.Tensor | None = None, *, size: int | None = None
+    ) -> torch.Tensor:
+        """As `MixedPath.run`, for a step that this path takes. `size`: pad to so many rows."""
+        if size is None:
+            count = inputs.num_tokens
+            size = _size_for(count, self.padded_sizes) if self.padded_sizes else max(count, self._least)
+        plan = self._ops.plan_decode(inputs.rows, size, self._max_blocks)
+        if self._graphs is not None:
+            return self._graphs.run(StepShape(size, size), inputs, plan, previous_ids)
+        return _run_directly(self._forward, inputs, size, size, plan, previous_ids)
+
+
+def _run_directly(
+    forward: Forward, inputs: InputBatch, tokens: int, kept: int, plan: Any, previous_ids: torch.Tensor | None
+) -> torch.Tensor:
+    vector = as_vector(inputs, tokens, kept).to(forward.device, non_blocking=True)
+    arrays = DeviceInputs.of(vector, tokens, kept)
+    arrays.carry(inputs, previous_ids)
+    return forward(arrays, plan)[: len(inputs.keep)]
+
+
+def _size_for(count: int, sizes: list[int]) -> int:
+    return next(size for size in sizes if size >= count)
