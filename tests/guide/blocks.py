@@ -20,12 +20,8 @@ from tests.models import reference
 GUIDE, OURS = SPELLINGS = ("guide", "ours")
 TIE = 2e-3  # closer logits than this may change places; float32 noise is ~1e-4
 
-BLOCKS: dict[str, str] = {
-    name: code
-    for name, code in re.findall(
-        r"^## (\w+)\n\n```\w+\n(.*?)^```", (Path(__file__).parent / "snippets.md").read_text(), re.M | re.S
-    )
-}
+_BLOCK = re.compile(r"^## (\w+)\n\n```\w+\n(.*?)^```", re.M | re.S)
+BLOCKS: dict[str, str] = dict(_BLOCK.findall((Path(__file__).parent / "snippets.md").read_text()))
 
 
 @dataclass(frozen=True)
