@@ -18,16 +18,21 @@ from tests.models import SMOL_VOCAB, save
 PROMPTS = ["What's up?", "Name a cat breed.", "Write a detailed history of quantum mechanics."]
 
 
-@pytest.fixture(scope="session")
-def gemma() -> PreTrainedModel:
-    """Gemma-2 with SmolLM2's vocabulary and a window of 16 in every second layer."""
-    fields: dict[str, Any] = {"vocab_size": SMOL_VOCAB, "head_dim": 16, "sliding_window": 16}
+def build_gemma(window: int) -> PreTrainedModel:
+    """Gemma-2 with SmolLM2's vocabulary; every second layer has the window."""
+    fields: dict[str, Any] = {"vocab_size": SMOL_VOCAB, "head_dim": 16, "sliding_window": window}
     return build("gemma2", attn_logit_softcapping=5.0, **fields)
 
 
 @pytest.fixture(scope="session")
-def gemma_path(gemma: PreTrainedModel, smol_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(gemma, tmp_path_factory.mktemp("models") / "gemma", smol_path)
+def gemma() -> PreTrainedModel:
+    """What the block on sliding windows makes of the model that it loads."""
+    return build_gemma(16)
+
+
+@pytest.fixture(scope="session")
+def gemma_path(smol_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build_gemma(4096), tmp_path_factory.mktemp("models") / "gemma", smol_path)
 
 
 @pytest.fixture(scope="session")
