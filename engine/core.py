@@ -168,11 +168,12 @@ class EngineCore:
         self._flights.clear()
         if not batches:
             raise error  # no step raised: the engine itself is at fault
-        if not self.scheduler.is_suspect(batches[0].requests[0]):
+        was_alone = self.scheduler.is_suspect(batches[0].requests[0])
+        for batch in batches:
+            self.scheduler.on_step_failed(batch)
+        if not was_alone:
             count = len({request.request_id for batch in batches for request in batch.requests})
             logger.warning("a step failed, its %d requests run alone now: %r", count, error)
-            for batch in batches:
-                self.scheduler.on_step_failed(batch)
             return []
         (request,) = batches[0].requests
         try:

@@ -209,11 +209,13 @@ class KVCache:
         entry = self._entries.get(request.request_id)
         if entry is None or entry.tables is None:
             return
-        tables, entry.tables = entry.tables, None
-        order = reversed(range(max(map(len, tables))))
-        self._pool.release(
-            [table[index] for index in order for table in tables if index < len(table) and table[index] != NULL_BLOCK]
-        )
+        held = [
+            (index, block)
+            for table, first in zip(entry.tables, entry.firsts, strict=True)
+            for index, block in enumerate(table[first:], first)
+        ]
+        self._pool.release([block for _, block in sorted(held, reverse=True)])
+        entry.tables = None
 
     def free(self, request: Request) -> None:
         """Gives back what the request holds, if anything, and forgets it."""

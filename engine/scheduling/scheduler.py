@@ -148,7 +148,7 @@ class Scheduler:
     def on_step_failed(self, batch: ScheduledBatch) -> None:
         """After a step that raised: what it was to write is unhashed, and its requests become suspects.
 
-        For a suspect whose lone step this was the core calls `fail` instead.
+        A suspect whose lone step this was is then to blame: the core calls `fail`.
         """
         self.cache.unhash(batch.hashed)
         if batch.copies is not None:

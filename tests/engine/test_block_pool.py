@@ -137,7 +137,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.evicted: list[tuple[int, bytes]] = []
+        self.pool = BlockPool(num_blocks, on_evict=lambda block, block_hash: self.evicted.append((block, block_hash)))
+        self.num_revived = 0
         self.blank = list(range(1, num_blocks + 1))
         self.kept: list[int] = []
         self.references = dict.fromkeys(self.blank, 0)
@@ -153,7 +155,10 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError):
                 self.pool.allocate(count)
             return
+        lost = [(block, self.hashes[block]) for block in expected if block in self.hashes]
+        self.evicted.clear()
         assert self.pool.allocate(count) == expected
+        assert self.evicted == lost
         for block in expected:
             self.references[block] = 1
             self.hashes.pop(block, None)
@@ -177,6 +182,7 @@ class PoolMachine(RuleBasedStateMachine):
     def acquire(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.hashes)))
         self.pool.acquire(block)
+        self.num_revived += self.references[block] == 0
         self.references[block] += 1
         self.kept = [other for other in self.kept if other != block]
 
@@ -184,8 +190,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), block_hash=st.sampled_from([b"a", b"b", b"c", b"d"]))
     def set_hash(self, data: st.DataObject, block_hash: bytes) -> None:
         block = data.draw(st.sampled_from(self.held()))
-        self.pool.set_hash(block, block_hash)
-        if block_hash not in self.hashes.values():
+        is_first = block_hash not in self.hashes.values()
+        assert self.pool.set_hash(block, block_hash) == is_first
+        if is_first:
             self.hashes[block] = block_hash
 
     @rule(data=st.data())
@@ -199,6 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
+        assert self.pool.num_revived == self.num_revived
         assert self.pool.num_free == len(self.blank) + len(self.kept)
         assert {block: self.pool.references(block) for block in self.references} == self.references
         for block_hash in (b"a", b"b", b"c", b"d"):

@@ -193,12 +193,15 @@ class CacheMachine(RuleBasedStateMachine):
         if end == request.num_tokens:
             batch.sampled.append(len(batch.requests))
             request.unknown += 1
-        self.chain(request)
         batch.requests.append(request)
         batch.starts.append(start)
         batch.counts.append(end - start)
         batch.block_tables.append(self.cache.tables(request))
+        tables, size, chain = self.cache.tables(request), self.cache.page_size, self.chain(request)
         batch.hashed += self.cache.mark_scheduled(request, end)
+        for index in range(start // size, min(end // size, len(chain)) if self.cache.sharing else 0):
+            for group, table in enumerate(tables):
+                assert table[index] == 0 or self.cache._pool.lookup((group, chain[index])) is not None
 
     def launch(self, batch: ScheduledBatch, broken: bool) -> None:
         if batch:
@@ -348,7 +351,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 def test_the_pages_notice_a_foreign_block() -> None:

@@ -349,6 +349,26 @@ def test_what_a_failed_step_wrote_is_dropped_even_if_its_copy_was_not_taken() ->
     assert steps.cache.num_host_blocks == 0
 
 
+def test_what_a_failed_step_was_to_fill_is_dropped_even_if_it_was_to_be_copied_back() -> None:
+    steps = Steps(4, 2)
+    steps.fill(range(9))
+    other = steps.new(range(100, 116))
+    hashed = steps.run(other).hashed
+    steps.cache.free(other)
+    steps.cache.unhash(hashed[1:])
+    first = steps.new(range(9))
+    failing = steps.schedule(first)
+    assert failing.copies is not None
+    assert (len(failing.copies.to_host), len(failing.copies.from_host)) == (0, 2)
+    steps.cache.free(first)
+    gone = steps.new(range(200, 216))
+    assert steps.cache.admit(gone)
+    steps.cache.free(gone)
+    assert steps.found(range(9)) == 1, "the host has replaced it, and it is on its way there again"
+    steps.fail(failing)
+    assert steps.found(range(9)) == 0
+
+
 def test_a_failed_request_leaves_nothing_on_the_host() -> None:
     steps = Steps(4, 8)
     rotten = steps.new(range(16))

@@ -233,6 +233,20 @@ def test_asking_again_for_a_refused_request_looks_nothing_up(new: Requests, monk
     assert cache.match(waiting) < 10, "others have evicted some of its hits meanwhile"
 
 
+def test_a_refused_request_fits_once_others_hold_its_prefix(new: Requests) -> None:
+    """Hits that were free are no burden any more when another request has taken them."""
+    cache = KVCache(10, PAGE)
+    running = [filled(cache, new(range(start, start + 8))) for start in (100, 200)]
+    cache.free(filled(cache, new(range(12))))
+    waiting = new(range(28))
+    assert not cache.admit(waiting), "six are free, three of them its hits; seven are needed"
+    assert cache.admit(new(range(12))), "this one holds two of the three"
+    assert not cache.admit(waiting), "three are free, five are needed"
+    cache.free(running[0])
+    assert cache.num_free_blocks == 5
+    assert cache.admit(waiting)
+
+
 def test_a_refused_request_is_not_mistaken_for_another_of_its_name(new: Requests) -> None:
     cache = KVCache(6, PAGE)
     filled(cache, new(range(16)))

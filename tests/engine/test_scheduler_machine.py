@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.cache.groups import LayerGroup
 from engine.request import FinishReason, Request, RequestStatus
 from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.policies import MAX_SKIPPED_STEPS
@@ -62,14 +63,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         sharing=st.integers(0, 9),
         policy=st.sampled_from(["fifo", "fifo", "prefill_first"]),
         overlap=st.booleans(),
+        windows=st.sampled_from([[None], [None], [None], [None, 3], [None, 6, 2]]),
+        host_slots=st.sampled_from([0, 0, 3, 20]),
         arrivals=ARRIVALS,
     )
     def start(
         self, num_blocks: int, page_size: int, budget: int, max_requests: int, margin: float, sharing: int,
-        policy: str, overlap: bool, arrivals: list[Arrival],
+        policy: str, overlap: bool, windows: list[int | None], host_slots: int, arrivals: list[Arrival],
     ) -> None:  # fmt: skip
         self.engine = Engine(
-            num_blocks * 3 if page_size == 1 else num_blocks,
+            (num_blocks * 3 if page_size == 1 else num_blocks) * len(windows),
             page_size,
             budget=budget,
             max_requests=min(budget, max_requests),
@@ -77,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             sharing=sharing > 0,
             policy=policy,
             overlap=overlap,
+            groups=[LayerGroup((layer,), window) for layer, window in enumerate(windows)],
+            host_slots=host_slots,
         )
         self.policy = policy
         self.reserve = -(-int(margin * 100) * self.engine.cache.num_blocks // 100)
