@@ -120,6 +120,16 @@ def test_requests_added_together_are_queued_so_that_prefixes_meet(tiny: PreTrain
     assert [output.cached_tokens for output in outputs] == [0, 0, 64, 64]
 
 
+def test_requests_may_come_before_the_start(tiny: PreTrainedModel) -> None:
+    manager = engine.init_continuous_batching(tiny, NO_EOS, config())
+    early = manager.add_request(tokens(0, 9), max_new_tokens=6)
+    manager.start()
+    late = manager.add_request(tokens(1, 9), max_new_tokens=6)
+    outputs = collect(manager, [str(early), str(late)])
+    assert [output.generated_tokens for output in outputs] == [ref(tiny, tokens(n, 9), 6) for n in range(2)]
+    manager.destroy()
+
+
 def test_those_who_were_preempted_go_on_when_the_others_are_cancelled(tiny: PreTrainedModel) -> None:
     stepper = Stepper(tiny, num_blocks=10, safety_margin=0.0, cpu_offload_space=0.01)
     requests = [stepper.add(tokens(n, 30), 60) for n in range(4)]

@@ -7,6 +7,7 @@ is `test_x`, or a row of `SETTINGS`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -77,11 +78,12 @@ def test_generate_batch(reader: Reader, capsys: pytest.CaptureFixture[str]) -> N
 def test_context_manager(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
     reader.run("context_manager")
     up, cat, history = reader["inputs"]
-    text = {
-        name: f"[{name}] {reader.text(reader.expected(prompt, n))}\n"
-        for name, prompt, n in (("short_0", up, 6), ("short_1", cat, 6), ("long", history, 24))
-    }
-    assert capsys.readouterr().out == text["short_0"] + text["short_1"] + text["long"]
+    lines = [
+        f"[{name}] {reader.text(reader.expected(prompt, n))}\n"
+        for name, prompt, n in (("long", history, 24), ("short_0", up, 6), ("short_1", cat, 6))
+    ]
+    # In which order is a matter of time; test_guide_promises.py has who leaves when, by steps.
+    assert capsys.readouterr().out in map("".join, itertools.permutations(lines))
     with pytest.raises(RuntimeError, match="destroyed"):
         reader["manager"].start()
 
@@ -214,7 +216,7 @@ def test_iterate(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
         manager.add_request(prompt, max_new_tokens=5 * (n + 1))
     reader.run("iterate")
     lines = [reader.text(reader.expected(prompt, 5 * (n + 1))) + "\n" for n, prompt in enumerate(reader["inputs"])]
-    assert capsys.readouterr().out == "".join(lines)
+    assert capsys.readouterr().out in map("".join, itertools.permutations(lines))
 
 
 def test_get_result(reader: Reader) -> None:
