@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from engine.config import ContinuousBatchingConfig, WorkloadHints
     from engine.generate import (
         continuous_batching_context_manager,
+        destroy_cached_continuous_batching_manager,
         generate_batch,
         init_continuous_batching,
         install,
@@ -27,6 +28,7 @@ _HOME = {
     "ContinuousBatchingConfig": "engine.config",
     "WorkloadHints": "engine.config",
     "continuous_batching_context_manager": "engine.generate",
+    "destroy_cached_continuous_batching_manager": "engine.generate",
     "generate_batch": "engine.generate",
     "init_continuous_batching": "engine.generate",
     "install": "engine.generate",
@@ -45,6 +47,7 @@ __all__ = [
     "RequestStatus",
     "WorkloadHints",
     "continuous_batching_context_manager",
+    "destroy_cached_continuous_batching_manager",
     "generate_batch",
     "init_continuous_batching",
     "install",

@@ -109,7 +109,7 @@ class ContinuousBatchingConfig:
     cpu_offload_space_safety_threshold: float = _field(
         0.8, "Share of the host's free memory, in [0, 1], that offloading may take; 0: no offloading."
     )
-    max_queue_size: int = _field(0, "Requests that may wait to be taken in; 0: no bound.")
+    max_queue_size: int = _field(0, "Requests that may wait for their first step; 0: no bound.")
     per_request_processors: bool = _field(
         False, "Requests may bring their own do_sample, temperature, top_k, top_p and min_p."
     )

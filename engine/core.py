@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,7 +37,7 @@ class Runner(Protocol):
     def warmup(self) -> None:
         """Run the model once, so that the first step meets no set-up cost."""
 
-    def refresh_weights(self) -> bool:
+    def refresh_weights(self) -> None:
         """Make what was written into the weights since the last call count; no step runs meanwhile."""
 
 
@@ -65,6 +67,7 @@ class EngineCore:
         self.steps = 0
         self._overlap = overlap
         self._flights: deque[_Flight] = deque()  # oldest first; at most two, and outside `step` one
+        self.checksum = 0  # of all tokens sampled and steps failed, in order; tensor parallel processes compare it
 
     @property
     def has_work(self) -> bool:
@@ -136,6 +139,7 @@ class EngineCore:
     def _update(self, batch: ScheduledBatch, result: StepOutput) -> list[GenerationOutput]:
         """Append the sampled tokens and end what is complete. Requests that have left since are passed over."""
         outputs = []
+        self.checksum = zlib.crc32(array("q", result.token_ids), self.checksum)
         now = time.perf_counter()
         for row, logprobs in result.prompt_logprobs.items():
             batch.requests[row].add_prompt_logprobs(batch.starts[row] + 1, logprobs)
@@ -164,6 +168,7 @@ class EngineCore:
 
     def _recover(self, error: Exception) -> list[GenerationOutput]:
         """A step raised: every request in flight runs once more, alone; one that fails alone is to blame."""
+        self.checksum = zlib.crc32(b"failed", self.checksum)
         batches = [flight.batch for flight in self._flights]
         self._flights.clear()
         if not batches:

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 ResultHandler = Callable[[GenerationOutput], None]
 
+Receiver = tuple[ResultHandler, asyncio.AbstractEventLoop | None]
+"""A handler and the event loop that it runs on; without a loop it runs in the engine thread and must not raise."""
+
 
 @dataclass(slots=True, eq=False)
 class _Mailbox:
@@ -29,13 +32,12 @@ class _Mailbox:
     outputs: deque[tuple[int, GenerationOutput]] = field(default_factory=deque)
     open_requests: int = 0  # whose terminal output has not been taken; 2 when an id is used again
     readers: int = 0  # threads reading by this id; while there are any, nobody else takes from it
-    handler: ResultHandler | None = None
-    loop: asyncio.AbstractEventLoop | None = None
+    receiver: Receiver | None = None
 
     @property
     def shared(self) -> bool:
         """True when `take_next` may take from here."""
-        return self.readers == 0 and self.handler is None
+        return self.readers == 0 and self.receiver is None
 
 
 class Delivery:
@@ -57,27 +59,17 @@ class Delivery:
             if not self._boxes:
                 self._opened = 0
 
-    def open(self, request_id: str, handler: ResultHandler | None = None) -> None:
-        """Expect one more request under this id.
-
-        Raises:
-            RuntimeError: a handler was given outside a running event loop.
-        """
-        loop = asyncio.get_running_loop() if handler is not None else None
+    def open(self, request_id: str, receiver: Receiver | None = None) -> None:
+        """Expect one more request under this id, whose outputs go to `receiver` if there is one."""
         with self._lock:
             box = self._boxes.get(request_id)
             if box is None:
                 box = self._boxes[request_id] = _Mailbox(threading.Condition(self._lock))
             box.open_requests += 1
             self._opened += 1
-            if handler is not None:
-                box.handler, box.loop = handler, loop
+            if receiver is not None:
+                box.receiver = receiver
             self._arrived.notify_all()
-
-    def close(self, request_id: str) -> None:
-        """Undo `open` for a request that was refused after it."""
-        with self._lock:
-            self._closed_one(request_id, self._boxes[request_id])
 
     def knows(self, request_id: str) -> bool:
         """True while a request with this id is live or its result has not been taken."""
@@ -89,35 +81,34 @@ class Delivery:
             self._ended = True
             self._wake_all()
 
-    def set_handler(self, request_id: str, handler: ResultHandler) -> None:
-        """Deliver this request's outputs, also those that already wait, by `handler` on the running event loop.
+    def attach(self, request_id: str, receiver: Receiver) -> None:
+        """Give this request's outputs to `receiver`, those that already wait first.
 
         Raises:
             KeyError: the id is unknown or its result was already taken.
-            RuntimeError: no event loop is running in this thread.
         """
-        loop = asyncio.get_running_loop()
         with self._lock:
             box = self._box(request_id)
             self._hide(box)
-            box.handler, box.loop = handler, loop
+            box.receiver = receiver
             waiting = [output for _, output in box.outputs]
             box.outputs.clear()
             self._close_finished(request_id, box, waiting)
-            if waiting:
-                # Under the lock, so that an output published meanwhile cannot overtake these.
-                _post(loop, [(handler, output) for output in waiting])
+            # Under the lock, so that an output published meanwhile cannot overtake these.
+            _hand_over(receiver[1], [(receiver[0], output) for output in waiting])
 
     def publish(self, outputs: Iterable[GenerationOutput]) -> None:
         """Deliver one step's outputs. One wake-up per event loop, whatever their number."""
-        calls: defaultdict[asyncio.AbstractEventLoop, list[tuple[ResultHandler, GenerationOutput]]] = defaultdict(list)
+        calls: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[ResultHandler, GenerationOutput]]]
+        calls = defaultdict(list)
         with self._lock:
             for output in outputs:
                 box = self._boxes.get(output.request_id)
                 if box is None:
                     continue
-                if box.handler is not None and box.loop is not None:
-                    calls[box.loop].append((box.handler, output))
+                if box.receiver is not None:
+                    handler, loop = box.receiver
+                    calls[loop].append((handler, output))
                     self._close_finished(output.request_id, box, [output])
                     continue
                 self._published += 1
@@ -128,7 +119,7 @@ class Delivery:
                     self._shared[self._published] = output.request_id
                     self._arrived.notify()
             for loop, batch in calls.items():
-                _post(loop, batch)
+                _hand_over(loop, batch)
 
     def take(self, request_id: str, timeout: float | None = None) -> GenerationOutput | None:
         """The next output of this request; None when `timeout` seconds pass or the engine ended without one.
@@ -179,7 +170,7 @@ class Delivery:
         with self._lock:
             while not box.outputs:
                 # Another reader of the same id may have taken the end of it.
-                if self._ended or self._boxes.get(request_id) is not box or box.handler is not None:
+                if self._ended or self._boxes.get(request_id) is not box or box.receiver is not None:
                     return None
                 if not _wait(box.changed, deadline):
                     return None
@@ -255,7 +246,12 @@ def _wait(condition: threading.Condition, deadline: float | None) -> bool:
     return left > 0 and (condition.wait(left) or time.monotonic() < deadline)
 
 
-def _post(loop: asyncio.AbstractEventLoop, calls: list[tuple[ResultHandler, GenerationOutput]]) -> None:
+def _hand_over(loop: asyncio.AbstractEventLoop | None, calls: list[tuple[ResultHandler, GenerationOutput]]) -> None:
+    if not calls:
+        return
+    if loop is None:
+        _run_handlers(calls)
+        return
     try:
         loop.call_soon_threadsafe(_run_handlers, calls)
     except RuntimeError:  # that loop was closed; nobody is left to tell, and the others must not suffer

@@ -4,17 +4,23 @@ transformers (`model.generate_batch(...)`). Everything here goes through `Contin
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine import persistent
 from engine.config import ContinuousBatchingConfig, WorkloadHints
+from engine.config_in_force import config_in_force, differing_fields
 from engine.manager import ContinuousBatchingManager
 from engine.outputs import GenerationOutput
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def init_continuous_batching(
@@ -25,6 +31,9 @@ def init_continuous_batching(
 ) -> ContinuousBatchingManager:
     """A manager whose life you run yourself: `start`, `stop`, `destroy`.
 
+    It is the one that the model keeps, if there is one and it is at rest. Then the generation config, if given, counts
+    for the requests to come; of the other config it keeps its own, with a warning that names what differs.
+
     Args:
         model: any decoder-only causal language model of transformers; it is not modified.
         generation_config: defaults of every request, over the model's own generation config.
@@ -34,15 +43,36 @@ def init_continuous_batching(
     Raises:
         ValueError, NotImplementedError: a setting is out of range, or the model or a setting is not supported.
     """
-    return ContinuousBatchingManager(model, generation_config, _own_config(continuous_batching_config), workload_hints)
+    manager = persistent.kept(model)
+    if manager is None or manager.is_running() or manager.fatal_error is not None:
+        return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
+    asked = config_in_force(continuous_batching_config, generation_config)
+    if asked is not None and (names := differing_fields(asked, manager.config)):
+        logger.warning(
+            "the model's persistent manager is used again and keeps its own %s: call "
+            "destroy_cached_continuous_batching_manager first to have them changed",
+            ", ".join(f"{name}={getattr(manager.config, name)!r}" for name in names),
+        )
+    if generation_config is not None:
+        manager.use_generation_config(generation_config)
+    return manager
+
+
+def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
+    """Destroy the manager that the model keeps; no effect when it keeps none."""
+    manager = persistent.kept(model)
+    if manager is not None:
+        manager.destroy()
 
 
 class continuous_batching_context_manager:
-    """A running manager for the length of a `with` block; stopped, then destroyed at its end.
+    """A running manager for the length of a `with` block; stopped at its end, and destroyed unless it is persistent.
 
     Args:
         model, generation_config, continuous_batching_config, workload_hints: as in `init_continuous_batching`.
-        block, timeout: how the stop at the end waits, as in `ContinuousBatchingManager.stop`.
+        block, timeout: how the stop at the end waits, as in `ContinuousBatchingManager.stop`. A manager whose thread
+            still runs afterwards is not destroyed; it ends by itself.
+        persistent_manager: the model keeps the manager for its next session.
         warmup: run the model once before the first request.
 
     An exception in the block stops hard: requests that are still pending fail.
@@ -60,9 +90,9 @@ class continuous_batching_context_manager:
         warmup: bool = True,
         workload_hints: WorkloadHints | None = None,
     ) -> None:
-        _refuse_persistent(persistent_manager)
         self._manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
-        self._block, self._timeout, self._warmup = block, timeout, warmup
+        self._block, self._timeout = block, timeout
+        self._persistent, self._warmup = persistent_manager, warmup
 
     def __enter__(self) -> ContinuousBatchingManager:
         if self._warmup:
@@ -71,8 +101,13 @@ class continuous_batching_context_manager:
         return self._manager
 
     def __exit__(self, error_type: type[BaseException] | None, *rest: object) -> None:
-        self._manager.stop(block=self._block, timeout=self._timeout, hard_stop=error_type is not None)
-        if self._block:
+        self._manager.stop(
+            block=self._block,
+            timeout=self._timeout,
+            keep_for_next_session=self._persistent,
+            hard_stop=error_type is not None,
+        )
+        if not self._persistent and not self._manager.is_running():
             self._manager.destroy()
 
 
@@ -91,44 +126,63 @@ def generate_batch(
 
     Args:
         inputs: prompts as token ids: a list of lists or of 1-D tensors, or a 2-D tensor without padding.
-        progress_bar: show finished requests on stderr.
+        progress_bar: show finished requests on stderr, unless the log level is DEBUG or lower.
+        persistent_manager: the model keeps the manager, which is sized for these inputs, for its next session.
+        warmup: run the model once before the first request.
         **kwargs: arguments of `ContinuousBatchingManager.add_request` that hold for every prompt, such as
-            max_new_tokens or eos_token_id.
+            max_new_tokens, eos_token_id or num_return_sequences.
 
     Returns:
-        One output an input, in the order of the inputs, keyed `req_0`, `req_1`, ... An input that cannot be served
+        One output a sequence, in the order of the inputs, keyed `req_0`, `req_1`, ... (a persistent manager goes on
+        counting); the further ones of an input come behind its first as `req_0__child#0`, ... What cannot be served
         has a FAILED output that says why; the others are not affected.
 
     Raises:
         TypeError: an unknown argument, or `inputs` is not a collection of prompts.
         ValueError: an argument that would fail for every prompt.
     """
-    _refuse_persistent(persistent_manager)
     inputs = _prompts(inputs)
+    defaults = generation_config or getattr(model, "generation_config", None)
     hints = WorkloadHints(
         max_prompt_length=max((len(ids) for ids in inputs), default=0),
-        num_requests=len(inputs),
+        max_generated_length=_hint("max_new_tokens", kwargs, defaults),
+        num_requests=len(inputs) * max(1, _hint("num_return_sequences", kwargs, defaults)),
     )
+    reusable = persistent.kept(model)
     manager = init_continuous_batching(model, generation_config, continuous_batching_config, hints)
     manager.check_arguments(**kwargs)
     if not inputs:
         return {}
-    refused = manager.add_valid_requests(inputs, record_timestamps=record_timestamps, **kwargs)
-    outputs = {request_id: output for request_id, output in refused.items() if output is not None}
-    if len(outputs) == len(inputs):
-        return outputs
+    if persistent_manager and manager is not reusable:
+        logger.warning(
+            "persistent_manager=True: the manager is kept for the model's next session and is sized for the %d "
+            "requests of this call; for a very different load make a new one",
+            hints.num_requests,
+        )
+    families, outputs = manager.prepare_batch(inputs, record_timestamps=record_timestamps, **kwargs)
+    if not families:
+        return {request_id: output for request_id, output in outputs.items() if output is not None}
     try:
         if warmup:
             manager.warmup()
         manager.start()
-        with _progress(len(inputs), len(outputs), show=progress_bar) as advance:
-            for output in manager:
+        done = sum(output is not None for output in outputs.values())
+        with _progress(len(outputs), done, show=progress_bar) as advance:
+            for output in manager.run_batch(families):
                 outputs[output.request_id] = output
                 advance()
     finally:
-        manager.stop(hard_stop=True)  # nothing is pending here unless an exception came through
-        manager.destroy()
-    return {request_id: outputs[request_id] for request_id in refused}
+        # Nothing is pending here unless an exception came through.
+        manager.stop(hard_stop=True, keep_for_next_session=persistent_manager)
+        if not persistent_manager:
+            manager.destroy()
+    return {request_id: output for request_id, output in outputs.items() if output is not None}
+
+
+def _hint(name: str, arguments: dict[str, Any], defaults: object) -> int:
+    """A number that was asked for, not checked yet; 0 when there is none."""
+    value = arguments.get(name) or getattr(defaults, name, None)
+    return value if type(value) is int and value > 0 else 0
 
 
 def _prompts(inputs: Any) -> list[Any]:
@@ -144,12 +198,15 @@ def _prompts(inputs: Any) -> list[Any]:
 
 
 def install() -> None:
-    """Make the spelling of transformers run here: `model.generate_batch(...)`, `model.init_continuous_batching(...)`
-    and `model.continuous_batching_context_manager(...)` of every transformers model, with either config class."""
+    """Make the spelling of transformers run here: `model.generate_batch(...)`, `model.init_continuous_batching(...)`,
+    `model.continuous_batching_context_manager(...)`, `model.destroy_cached_continuous_batching_manager()` and
+    `model.generate(..., cache_implementation="paged")` of every transformers model, with either config class."""
     from transformers import GenerationMixin
 
     for name, function in _METHODS.items():
         setattr(GenerationMixin, name, function)
+    if not hasattr(GenerationMixin.generate, _ROUTED):
+        GenerationMixin.generate = _route_paged(GenerationMixin.generate)  # type: ignore[method-assign]
 
 
 def uninstall() -> None:
@@ -159,6 +216,7 @@ def uninstall() -> None:
     for name, function in _METHODS.items():
         if GenerationMixin.__dict__.get(name) is function:
             delattr(GenerationMixin, name)
+    GenerationMixin.generate = getattr(GenerationMixin.generate, _ROUTED, GenerationMixin.generate)  # type: ignore[method-assign]
 
 
 def _open_context(model: PreTrainedModel, *args: Any, **kwargs: Any) -> continuous_batching_context_manager:
@@ -166,33 +224,35 @@ def _open_context(model: PreTrainedModel, *args: Any, **kwargs: Any) -> continuo
     return continuous_batching_context_manager(model, *args, **kwargs)
 
 
+def _route_paged(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` of transformers, which hands calls for paged generation to the engine."""
+    from engine.paged_generate import is_paged, paged_generate
+
+    @functools.wraps(original)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return (paged_generate if is_paged(self, args, kwargs) else original)(self, *args, **kwargs)
+
+    setattr(generate, _ROUTED, original)
+    return generate
+
+
+_ROUTED = "_without_engine"  # attribute of the routed `generate`: the original
+
 _METHODS: dict[str, Callable[..., Any]] = {
     "generate_batch": generate_batch,
     "init_continuous_batching": init_continuous_batching,
     "continuous_batching_context_manager": _open_context,
+    "destroy_cached_continuous_batching_manager": destroy_cached_continuous_batching_manager,
 }
-
-
-def _own_config(config: object) -> ContinuousBatchingConfig | None:
-    if config is None or isinstance(config, ContinuousBatchingConfig):
-        return config
-    return ContinuousBatchingConfig.from_transformers(config)
-
-
-def _refuse_persistent(persistent_manager: bool) -> None:
-    if persistent_manager:
-        raise NotImplementedError(
-            "persistent_manager=True is not supported yet: keep the manager that init_continuous_batching returns"
-        )
 
 
 @contextmanager
 def _progress(total: int, done: int, *, show: bool) -> Iterator[Callable[[], object]]:
-    """A function to call once a finished request; draws a bar on stderr if asked."""
-    if not show:
+    """A function to call once a finished request; draws a bar on stderr if asked, and if no debug output runs there."""
+    if not show or logger.getEffectiveLevel() <= logging.DEBUG:
         yield lambda: None
         return
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    with logging.tqdm(total=total, initial=done, unit="request") as bar:
+    with transformers_logging.tqdm(total=total, initial=done, unit="request") as bar:
         yield lambda: bar.update()

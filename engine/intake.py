@@ -6,14 +6,17 @@ delivery or scheduling.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from engine.outputs import GenerationOutput
 from engine.request import FinishReason, Request, RequestStatus
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import SamplingParams, sibling_params
 from engine.sampling.random import derive_seed
 from engine.sampling.resolve import make_params
 from engine.settings import Settings
@@ -29,12 +32,102 @@ class Intake:
     Args:
         settings: limits and seed of the engine.
         generation_config: in force for every request, already merged.
+        is_taken: whether a name that could be given to a request is in use.
     """
 
-    def __init__(self, settings: Settings, generation_config: GenerationConfig) -> None:
+    def __init__(
+        self, settings: Settings, generation_config: GenerationConfig, is_taken: Callable[[str], bool] | None = None
+    ) -> None:
         self._settings = settings
-        self._generation_config = generation_config
+        self.generation_config = generation_config
+        self._is_taken = is_taken or (lambda name: False)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._arrivals = itertools.count()
+
+    def with_config(self, generation_config: GenerationConfig) -> Intake:
+        """An intake that goes on with another generation config."""
+        other = copy.copy(self)
+        other.generation_config = generation_config
+        return other
+
+    def check(
+        self,
+        *,
+        num_return_sequences: int | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> None:
+        """Raise what would be raised for these arguments whatever the prompt."""
+        self.num_sequences(num_return_sequences)
+        _integer(priority, "priority")
+        _salt(cache_salt)
+        self.params(sampling)
+
+    def name(self) -> str:
+        """A name for a request that comes without."""
+        with self._lock:
+            names = (f"req_{number}" for number in self._numbers)
+            return next(name for name in names if not self._is_taken(name))
+
+    def batch(
+        self, inputs: Sequence[Sequence[int] | torch.Tensor], **arguments: Any
+    ) -> tuple[list[list[Request]], dict[str, GenerationOutput | None]]:
+        """Requests for those of the inputs that can be served; arguments as for `family`.
+
+        Returns:
+            Those requests in the order they should run in, and an entry for every sequence in the order of the inputs:
+            None, or the FAILED output of one that was refused.
+        """
+        further = self.num_sequences(arguments.get("num_return_sequences")) - 1
+        families: list[list[Request]] = []
+        entries: dict[str, GenerationOutput | None] = {}
+        for ids in inputs:
+            name = self.name()
+            names = [name, *(_child(name, index) for index in range(further))]
+            try:
+                families.append(self.family(name, ids, **arguments))
+                entries.update(dict.fromkeys(names))
+            except ValueError as error:
+                entries.update((each, refused_output(each, ids, error)) for each in names)
+        return self.in_queue_order(families), entries
+
+    def family(
+        self,
+        request_id: str | None,
+        input_ids: Sequence[int] | torch.Tensor,
+        *,
+        num_return_sequences: int | None = None,
+        output_ids: Sequence[int] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **sampling: Any,
+    ) -> list[Request]:
+        """A request and its further sequences: the same prompt, each with a seed of its own. Raises as `request`.
+
+        Args:
+            num_return_sequences: of them all; None takes the generation config's.
+        """
+        count = self.num_sequences(num_return_sequences)
+        first = self.request(
+            self.name() if request_id is None else request_id,
+            input_ids,
+            sampling,
+            output_ids=output_ids,
+            cache_salt=cache_salt,
+            priority=priority,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+        )
+        return [first, *(self._sibling(first, index) for index in range(1, count))]
+
+    def num_sequences(self, asked: int | None = None) -> int:
+        """Sequences of one request. Raises ValueError unless that is an integer of at least 1."""
+        count = self.generation_config.num_return_sequences if asked is None else asked
+        return 1 if count is None else _integer(count, "num_return_sequences", 1)
 
     def request(
         self,
@@ -44,6 +137,7 @@ class Intake:
         *,
         output_ids: Sequence[int] | torch.Tensor = (),
         cache_salt: str | None = None,
+        priority: int = 0,
         **fields: Any,
     ) -> Request:
         """A request that can be served, the last in the order of arrival.
@@ -73,14 +167,28 @@ class Intake:
             len(prompt),
             params,
             arrival=arrival,
-            salt=(cache_salt or "").encode(),
+            priority=_integer(priority, "priority"),
+            salt=_salt(cache_salt),
             **fields,
+        )
+
+    def _sibling(self, first: Request, index: int) -> Request:
+        return Request(
+            _child(first.request_id, index - 1),
+            list(first.token_ids),
+            first.num_prompt_tokens,
+            sibling_params(first.params, index),
+            arrival=next(self._arrivals),
+            priority=first.priority,
+            salt=first.salt,
+            streaming=first.streaming,
+            record_timestamps=first.record_timestamps,
         )
 
     def params(self, sampling: dict[str, Any], num_prompt_tokens: int = 1, arrival: int = 0) -> SamplingParams:
         """Sampling parameters for a prompt of this length. Raises as `request`."""
         return make_params(
-            self._generation_config,
+            self.generation_config,
             per_request=sampling,
             per_request_processors=self._settings.per_request_processors,
             num_prompt_tokens=num_prompt_tokens,
@@ -90,16 +198,16 @@ class Intake:
             logprobs=self._settings.return_logprobs,
         )
 
-    def in_queue_order(self, requests: list[Request]) -> list[Request]:
-        """Requests submitted together, in the order they should run in.
+    def in_queue_order(self, families: list[list[Request]]) -> list[list[Request]]:
+        """Requests submitted together, each with its further sequences, in the order they should run in.
 
         With prefix sharing that is sorted by tokens, so that equal prefixes meet in the cache; `arrival` is renumbered.
         """
         if not self._settings.sharing:
-            return requests
-        arrivals = [request.arrival for request in requests]
-        ordered = sorted(requests, key=lambda request: request.token_ids)
-        for request, arrival in zip(ordered, arrivals, strict=True):
+            return families
+        arrivals = sorted(request.arrival for family in families for request in family)
+        ordered = sorted(families, key=lambda family: family[0].token_ids)
+        for request, arrival in zip(itertools.chain(*ordered), arrivals, strict=True):
             request.arrival = arrival
         return ordered
 
@@ -128,6 +236,23 @@ def refused_output(request_id: str, input_ids: Sequence[int] | torch.Tensor, err
     request.status, request.finish_reason = RequestStatus.FAILED, FinishReason.ERROR
     request.error = f"{type(error).__name__}: {error}"
     return GenerationOutput(request)
+
+
+def _child(request_id: str, index: int) -> str:
+    """Id of a further sequence of a request, as transformers names them."""
+    return f"{request_id}__child#{index}"
+
+
+def _salt(value: Any) -> bytes:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"cache_salt is {value!r}: it must be a string or None")
+    return (value or "").encode()
+
+
+def _integer(value: Any, name: str, low: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or (low is not None and value < low):
+        raise ValueError(f"{name} is {value!r}: it must be an integer" + ("" if low is None else f" of at least {low}"))
+    return int(value)
 
 
 def _token_ids(ids: Sequence[int] | torch.Tensor, name: str, vocab_size: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""The engine thread: takes submissions and cancellations, steps the core, publishes, and ends in order.
+"""The engine thread: takes submissions, cancellations and pauses, steps the core, publishes, and ends in order.
 
-Owned by the manager. Whatever happens here, every request that was let in gets its terminal result.
+Owned by the manager, one a session. Whatever happens here, every request that was let in gets its terminal result.
 """
 
 from __future__ import annotations
@@ -9,15 +9,24 @@ import enum
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from engine.core import EngineCore
-from engine.delivery import Delivery, ResultHandler
+from engine.delivery import Delivery, Receiver
+from engine.distributed.coordinator import Alone, Coordinator, Turn
 from engine.outputs import GenerationOutput
-from engine.request import Request
+from engine.pausing import PauseGate
+from engine.request import FinishReason, Request, RequestStatus
+from engine.waiting_room import WaitingRoom
 
 logger = logging.getLogger(__name__)
+
+_ABANDON_JOIN_S = 10.0  # a step in flight may finish; longer would hold the interpreter's exit
+
+Family = Sequence[Request]
+"""What one submission asks for: the request itself, then its further sequences."""
 
 
 class _Stop(enum.IntEnum):
@@ -29,24 +38,47 @@ class _Stop(enum.IntEnum):
 
 
 class EngineLoop:
-    """One session of the engine: what is submitted before `start` waits for it, then a thread serves until its end."""
+    """One session of the engine: what is submitted before `start` waits for it, then a thread serves until its end.
 
-    def __init__(self, delivery: Delivery) -> None:
+    Args:
+        delivery: where outputs go.
+        coordinator: agrees on every turn with the loops of other processes.
+        max_waiting: requests that may wait for their first step; 0 is no bound.
+
+    Attributes:
+        room: where submissions wait for places, if `max_waiting` bounds them.
+        is_parked: this turn is no step but part of a pause.
+        fatal_error: what ended the thread; None while it is well.
+        last_step_time: `time.monotonic()` when the last turn ended, or the last wait for one.
+    """
+
+    def __init__(self, delivery: Delivery, coordinator: Coordinator | None = None, max_waiting: int = 0) -> None:
         self._core: EngineCore
         self._delivery = delivery
-        self._changed = threading.Condition()
-        self._inbox: deque[Request | str] = deque()  # a request to add, or an id to cancel
-        self._live: set[str] = set()
+        self._coordinator = coordinator or Alone()
+        self._lock = threading.Lock()
+        self._due = threading.Condition(self._lock)  # the engine thread waits here
+        self._gate = PauseGate(self._lock, self._due.notify)
+        self._inbox: list[Request | str] = []  # a request to add, or an id to cancel
+        self._arriving: list[Request | str] = []  # taken out of the inbox, and perhaps not yet in the core
+        self._live: dict[str, str] = {}  # id -> id of the request that it is a sequence of, often itself
+        self._families: dict[str, set[str]] = {}  # of requests with several sequences: those that are live
         self._stop = _Stop.NO
+        self._agreed_stop = _Stop.NO
+        self._must_forget = False
+        self.is_parked = False
         self._ended = False
         # A daemon, so that a forgotten stop() cannot hold the interpreter's exit.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.room = WaitingRoom(max_waiting)
         self.fatal_error: BaseException | None = None
         self.last_step_time = time.monotonic()
 
-    def start(self, core: EngineCore) -> None:
+    def start(self, core: EngineCore, owner: object) -> None:
+        """Serve. When `owner` is dropped, or alive at the interpreter's exit, the thread ends."""
         self._core = core
         self._delivery.begin()
+        self._abandoning = weakref.finalize(owner, _abandon, self)
         self._thread.start()
 
     @property
@@ -65,87 +97,258 @@ class EngineLoop:
     def in_engine_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def submit(self, requests: Sequence[Request], handler: ResultHandler | None = None) -> None:
-        """Let requests in, all or none.
+    @property
+    def is_held(self) -> bool:
+        """True while a thread is in a pause of this session, or waits for one."""
+        return self._gate.is_held
+
+    def submit(self, families: Sequence[Family], receiver: Receiver | None = None) -> bool:
+        """Let requests in, all or none. False when the session takes no more.
+
+        In a process that does not drive, the driver's requests of the same ids are what runs; here they get a receiver.
 
         Raises:
             ValueError: an id is in use by a live request.
-            RuntimeError: the engine failed; the message names the cause.
         """
-        with self._changed:
-            if self._ended:
-                raise RuntimeError(f"the engine is not running: {describe_error(self.fatal_error) or 'it was stopped'}")
-            ids = [request.request_id for request in requests]
-            if taken := self._live.intersection(ids):
-                raise ValueError(
-                    f"request id {min(taken)!r} is in use by a live request; ids must differ until it ends"
-                )
-            for request_id in ids:
-                self._delivery.open(request_id, handler)
-            self._live.update(ids)
-            self._inbox.extend(requests)
-            self._changed.notify()
+        with self._lock:
+            if self._ended or self._stop:
+                return False
+            if not self._coordinator.is_driver:
+                for request in (request for family in families for request in family):
+                    if not self._delivery.knows(request.request_id):
+                        self._expect(request.request_id)
+                    if receiver is not None:
+                        self._delivery.attach(request.request_id, receiver)
+                return True
+            self._check_ids(families)
+            for family in families:
+                root = family[0].request_id
+                for request in family:
+                    self._delivery.open(request.request_id, receiver)
+                    self._live[request.request_id] = root
+                if len(family) > 1:
+                    self._families[root] = {request.request_id for request in family}
+                self._inbox.extend(family)
+            self._due.notify()
+        return True
+
+    def feed(
+        self, families: Sequence[Family], receiver: Receiver | None = None, timeout: float | None = None
+    ) -> Iterator[Family]:
+        """`submit`, waiting for places where their number is bounded. Gives what was let in, and ends with the session.
+
+        Without a bound all is let in at once, else one by one, each after `timeout` seconds at most.
+
+        Raises:
+            queue.Full: no place came free in time.
+            ValueError: as `submit`.
+        """
+        if not self.room.limit:
+            if self.submit(families, receiver):
+                yield from families
+            return
+        for family in families:
+            if not self.room.enter(len(family), timeout) or not self.submit_entered(family, receiver):
+                return
+            yield family
+
+    def submit_all(
+        self, families: Sequence[Family], receiver: Receiver | None = None, timeout: float | None = None
+    ) -> bool:
+        """`feed` all, or cancel what was let in before one that was not. False when the session takes no more."""
+        entered: list[Family] = []
+        try:
+            for family in self.feed(families, receiver, timeout):
+                entered.append(family)
+        finally:
+            if len(entered) < len(families):
+                for family in entered:
+                    self.cancel(family[0].request_id)
+        return len(entered) == len(families)
+
+    def submit_entered(self, family: Family, receiver: Receiver | None) -> bool:
+        """`submit` one request whose places are taken."""
+        try:
+            return self.submit([family], receiver)
+        except ValueError:
+            self.room.give_back(len(family))
+            raise
 
     def cancel(self, request_id: str) -> None:
-        """End this request soon; no effect on an id that is not live."""
-        with self._changed:
-            if request_id in self._live:
-                self._inbox.append(request_id)
-                self._changed.notify()
+        """End this request and its further sequences soon, or one of these.
+
+        No effect on an id that is not live, or in a process that does not drive.
+        """
+        with self._lock:
+            alone = [request_id] if request_id in self._live else []
+            self._inbox.extend(self._families.get(request_id, alone))
+            self._due.notify()
 
     def stop(self, *, now: bool) -> None:
         """Ask the thread to end: at once, or when everything let in is done."""
-        with self._changed:
+        with self._lock:
             self._stop = max(self._stop, _Stop.NOW if now else _Stop.WHEN_DONE)
-            self._changed.notify()
+            self._due.notify()
+        self.room.close()
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the thread's end, at most `timeout` seconds; True when it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def refuse_inside_pause(self, what: str) -> None:
+        """Raise RuntimeError when the calling thread is in a pause, and would wait for itself."""
+        if self.is_running and self._gate.is_held_here():
+            raise RuntimeError(
+                f"{what}() inside pause() would wait for ever: the engine thread is parked until the block ends"
+            )
+
+    @contextmanager
+    def pause(self, keep_cache: bool) -> Iterator[None]:
+        """While the block runs no step does. See `ContinuousBatchingManager.pause`."""
+        with self._lock:
+            if self._ended or not self.is_running:
+                raise RuntimeError("there is nothing to pause: no engine thread runs") from self.fatal_error
+            try:
+                holder = self._gate.enter(keep_cache)
+            except RuntimeError as error:
+                raise error from self.fatal_error
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._gate.leave(holder)
+
+    # The engine thread
+
     def _run(self) -> None:
         try:
-            while self._take_inbox():
-                self._publish(self._core.step())
-                self.last_step_time = time.monotonic()
+            while self._take_turn():
+                pass
         except BaseException as error:  # the thread's last words: callers must learn why
             self.fatal_error = error
             logger.critical("the engine failed: %s", describe_error(error), exc_info=error)
         finally:
             self._wind_up()
+            if self.fatal_error is not None:
+                self._coordinator.leave(self.fatal_error)
 
-    def _take_inbox(self) -> bool:
-        """Wait for work and let in what has come. False when the loop shall end."""
-        with self._changed:
-            while not (self._inbox or self._core.has_work or self._stop):
-                self._changed.wait()
+    def _take_turn(self) -> bool:
+        """Wait for something to do, agree on it and do it. False when the loop shall end."""
+        own = self._next_turn()
+        turn = self._coordinator.agree(own)
+        self._let_in(turn.items)
+        self._must_forget |= own.forget or turn.forget
+        self.is_parked = turn.pausing
+        if turn.pausing:
+            self._publish(self._core.settle())
+            with self._lock:
+                self._gate.park()
+        elif self._must_forget:
+            self._must_forget = False
+            self._core.new_epoch()
+        with self._lock:
+            self._agreed_stop = _Stop(turn.stop)
+            self._stop = max(self._stop, self._agreed_stop)
+        if turn.stop == _Stop.NOW or (turn.stop == _Stop.WHEN_DONE and not self._core.has_work):
+            self._publish(self._core.settle())
+            return False
+        if self._core.has_work and not turn.pausing:
+            self._publish(self._core.step())
+        if self._stop:
+            self.room.close()
+        elif self.room.limit:
+            taken_in = sum(isinstance(item, Request) for item in own.items)
+            self.room.update(taken_in, self._core.scheduler.num_waiting)
+        self.last_step_time = time.monotonic()
+        return True
+
+    def _next_turn(self) -> Turn:
+        with self._lock:
+            if not self._has_turn():
+                self._due.wait_for(self._has_turn, self._coordinator.heartbeat_s)
                 self.last_step_time = time.monotonic()
-            inbox, self._inbox = self._inbox, deque()
-        for item in inbox:
+            self._arriving, self._inbox = self._inbox, []
+            pausing, forget = self._gate.tell()
+            return Turn(list(self._arriving), self._stop, pausing, forget, self._core.checksum)
+
+    def _has_turn(self) -> bool:
+        """Whether there is anything to do or to agree on. Where another process drives, it is the one that waits."""
+        can_step = self._core.has_work and not self._gate.parked
+        can_end = self._stop is not _Stop.NO and not self._core.has_work
+        told_all = self._stop is self._agreed_stop and not self._gate.is_due
+        return bool(self._inbox) or can_step or can_end or not told_all or not self._coordinator.is_driver
+
+    def _let_in(self, items: Sequence[Request | str]) -> None:
+        with self._lock:
+            self._arriving = list(items)
+            for item in items:
+                if isinstance(item, Request) and item.request_id not in self._live:  # it comes from the driver
+                    self._expect(item.request_id)
+        outputs = []
+        for item in items:
             if isinstance(item, Request):
-                self._core.add(item)
+                try:
+                    self._core.add(item)
+                except ValueError as error:
+                    outputs.append(_failed(item, f"ValueError: {error}"))
             elif (output := self._core.cancel(item)) is not None:
-                self._publish([output])
-        return not (self._stop is _Stop.NOW or (self._stop is _Stop.WHEN_DONE and not self._core.has_work))
+                outputs.append(output)
+        self._arriving = []
+        self._publish(outputs)
 
     def _publish(self, outputs: list[GenerationOutput]) -> None:
+        if not outputs:
+            return
         ended = [output.request_id for output in outputs if output.is_finished()]
         if ended:
-            with self._changed:
-                self._live.difference_update(ended)
+            with self._lock:
+                for request_id in ended:
+                    root = self._live.pop(request_id, request_id)
+                    if (members := self._families.get(root)) is not None:
+                        members.discard(request_id)
+                        if not members:
+                            del self._families[root]
         self._delivery.publish(outputs)
 
     def _wind_up(self) -> None:
         """Fail whatever is left, so that nobody waits for ever."""
-        with self._changed:
+        self.room.close()
+        with self._lock:
             self._ended = True
-            late = [item for item in self._inbox if isinstance(item, Request)]
+            self.is_parked = False
+            waiting = [item for item in self._arriving + self._inbox if isinstance(item, Request)]
             self._inbox.clear()
+            self._gate.close()
         cause = describe_error(self.fatal_error)
         message = f"RuntimeError: the engine failed: {cause}" if cause else "RuntimeError: the engine was stopped"
-        self._publish(self._core.fail_all(late, message))
-        self._delivery.end()
+        known = {id(request) for request in self._core.scheduler.live()}
+        late = [request for request in waiting if id(request) not in known]
+        try:
+            self._publish(self._core.fail_all(late, message))
+        finally:
+            self._delivery.end()
+            self._abandoning.detach()
+
+    # With the lock held
+
+    def _check_ids(self, families: Sequence[Family]) -> None:
+        for request in (request for family in families for request in family):
+            if request.request_id in self._live or request.request_id in self._families:
+                raise ValueError(
+                    f"request id {request.request_id!r} is in use by a live request; ids must differ until it ends"
+                )
+
+    def _expect(self, request_id: str) -> None:
+        self._delivery.open(request_id)
+        self._live[request_id] = request_id
+
+
+def _abandon(loop: EngineLoop) -> None:
+    """End a session that nobody holds any more; the interpreter may be exiting."""
+    loop.stop(now=True)
+    if not loop.in_engine_thread:
+        loop.join(_ABANDON_JOIN_S)
 
 
 def describe_error(error: BaseException | None) -> str:
@@ -154,3 +357,9 @@ def describe_error(error: BaseException | None) -> str:
         return ""
     text = f"{type(error).__name__}: {error}"
     return f"{text} (caused by {describe_error(error.__cause__)})" if error.__cause__ else text
+
+
+def _failed(request: Request, message: str) -> GenerationOutput:
+    request.status, request.finish_reason, request.error = RequestStatus.FAILED, FinishReason.ERROR, message
+    request.finished_time = time.perf_counter()
+    return GenerationOutput(request)

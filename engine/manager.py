@@ -1,43 +1,36 @@
-"""`ContinuousBatchingManager`: what callers hold. Names requests and hands them to the engine thread.
+"""`ContinuousBatchingManager`: what callers hold. Submits requests to the engine thread and gives their results.
 
-Builds the engine (shadow model, cache, scheduler, runner) on first use and keeps it between sessions, so that
-`stop` and `start` need no reload. Knows nothing of what happens inside a step.
+Its life is in session.py, its asyncio side in asynchronous.py. Knows nothing of what happens inside a step.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import logging
-import threading
-import time
-import weakref
+import queue
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.cache.kv_cache import KVCache
+from engine.asynchronous import AsyncRequests
 from engine.config import ContinuousBatchingConfig, WorkloadHints
-from engine.core import EngineCore
-from engine.delivery import Delivery, ResultHandler
-from engine.execution.threads import release_openmp_threads
+from engine.config_in_force import config_in_force
+from engine.delivery import ResultHandler
+from engine.distributed.coordinator import Coordinator
 from engine.intake import Intake, refused_output
-from engine.loop import EngineLoop, describe_error
+from engine.loop import describe_error
 from engine.outputs import GenerationOutput
+from engine.request import Request
 from engine.sampling.resolve import merge_generation_config
-from engine.scheduling.scheduler import Scheduler
-from engine.settings import Settings, resolve
+from engine.session import Sessions
+from engine.settings import resolve
+from engine.waiting_room import QUEUE_TIMEOUT_S
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel
 
-    from engine.execution.model_runner import ModelRunner
 
-logger = logging.getLogger(__name__)
-
-_ABANDON_JOIN_S = 10.0  # a step in flight may finish; longer would hold the interpreter's exit
-
-
-class ContinuousBatchingManager:
+class ContinuousBatchingManager(Sessions, AsyncRequests):
     """Continuous batching of one model, driven by a background thread.
 
     Args:
@@ -56,95 +49,28 @@ class ContinuousBatchingManager:
         generation_config: GenerationConfig | None = None,
         config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
+        *,
+        coordinator: Coordinator | None = None,
     ) -> None:
+        from engine.distributed.tensor_parallel import coordinator_for
         from engine.model.shadow import model_facts
 
-        self._model: PreTrainedModel | None = model
-        self.generation_config = merge_generation_config(model, generation_config)
-        config = config or ContinuousBatchingConfig()
-        self.settings: Settings = resolve(config, model_facts(model), workload_hints or WorkloadHints())
-        self._intake = Intake(self.settings, self.generation_config)
-        self._delivery = Delivery()
-        self._core: EngineCore | None = None
-        self._loop = EngineLoop(self._delivery)
-        self._lock = threading.RLock()
-        self._names = itertools.count()
-
-    # Life
-
-    def start(self) -> None:
-        """Start the engine thread; no effect beyond a warning when it runs. Waits for a session that is stopping.
-
-        Raises:
-            RuntimeError: the manager was destroyed.
-        """
-        with self._lock:
-            if self.is_running() and not self._loop.is_stopping:
-                logger.warning("the manager is already running; start() has no effect")
-                return
-            self.join()
-            core = self._build()
-            core.scheduler.cache.reset()  # the weights may have changed since the last session
-            core.runner.refresh_weights()
-            if self._loop.was_started:
-                self._loop = EngineLoop(self._delivery)
-            # A manager that is dropped, or alive at the interpreter's exit, takes its thread with it.
-            weakref.finalize(self, _abandon, self._loop)
-            if self.settings.device_type == "cpu":
-                release_openmp_threads()
-            self._loop.start(core)
-
-    def warmup(self) -> None:
-        """Build the engine and run the model once, so that the first request meets no set-up cost."""
-        with self._lock:
-            self._build().runner.warmup()
-
-    def is_running(self) -> bool:
-        """True while the engine thread lives."""
-        return self._loop.is_running
+        carrier = generation_config or getattr(model, "generation_config", None)
+        self.config = config_in_force(config, carrier) or ContinuousBatchingConfig()
+        merged = merge_generation_config(
+            model, generation_config, drop_unsupported=self.config.drop_unsupported_processors
+        )
+        facts, asked = model_facts(model), self.config
+        coordinator = coordinator or coordinator_for(model, self.config.cpu_group_timeout)
+        settings = coordinator.agree_settings(lambda: resolve(asked, facts, workload_hints))
+        super().__init__(model, settings, coordinator)
+        # Where another process drives, names must be those that it gives.
+        self._intake = Intake(settings, merged, self._delivery.knows if coordinator.is_driver else None)
 
     @property
-    def fatal_error(self) -> BaseException | None:
-        """What ended the engine thread; None while it is well."""
-        return self._loop.fatal_error
-
-    def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
-        """End the session: finish what was submitted, or with `hard_stop` fail it with a RuntimeError text.
-
-        Results that were not taken stay available. From now on submissions are refused until `start`.
-
-        Args:
-            block: wait for the thread to end.
-            timeout: seconds to wait at most, then a warning is logged; None waits as long as it takes.
-            hard_stop: do not finish the pending requests.
-        """
-        if not self._loop.was_started:
-            logger.warning("the manager was never started; stop() has no effect")
-            return
-        asked = time.monotonic()
-        self._loop.stop(now=hard_stop)
-        if block:
-            self.join(asked, timeout)
-
-    def join(self, stop_trigger_time: float | None = None, timeout: float | None = None) -> None:
-        """Wait for the engine thread to end; log a warning if it has not after `timeout` seconds.
-
-        Args:
-            stop_trigger_time: `time.monotonic()` when stopping was asked, for the warning's text; None is now.
-        """
-        if not self._loop.was_started or self._loop.in_engine_thread:
-            return
-        asked = time.monotonic() if stop_trigger_time is None else stop_trigger_time
-        if not self._loop.join(timeout):
-            logger.warning("the engine thread still runs %.1f s after it was asked to stop", time.monotonic() - asked)
-
-    def destroy(self) -> None:
-        """Stop if running, then release the cache and the model for good; `start` raises from now on."""
-        if self.is_running():
-            self.stop(block=True)
-        with self._lock:
-            self._core = None
-            self._model = None
+    def generation_config(self) -> GenerationConfig:
+        """The defaults of every request: what was given, over the model's own."""
+        return self._intake.generation_config
 
     # Submitting
 
@@ -157,10 +83,12 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         eos_token_id: int | Sequence[int] | None = None,
         *,
+        num_return_sequences: int | None = None,
         output_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: str | None = None,
         result_handler: ResultHandler | None = None,
+        queue_timeout: float | None = QUEUE_TIMEOUT_S,
         **sampling: Any,
     ) -> str | None:
         """Submit one request.
@@ -172,37 +100,47 @@ class ContinuousBatchingManager:
             streaming: one output a token instead of one at the end.
             record_timestamps: note the time of each token in the outputs.
             eos_token_id: id or ids that end the request; negative turns it off; None takes the generation config's.
+            num_return_sequences: how many times to answer, each with a seed of its own; None takes the generation
+                config's. The further ones are requests named `ID__child#0`, ..., each with its own result.
             output_ids: tokens already generated elsewhere; generation goes on behind them.
             priority: lower runs first and is preempted last.
             cache_salt: only requests with the same salt share cached prefixes.
             result_handler: called with every output on the event loop that runs here, instead of any queue.
-            **sampling: min_new_tokens, seed, stop_token_ids; with `per_request_processors` also do_sample,
-                temperature, top_k, top_p, min_p.
+            queue_timeout: seconds to wait when `max_queue_size` requests wait already; None waits as long as it takes.
+            **sampling: min_new_tokens, seed, ignore_eos, stop_token_ids, logprobs, top_logprobs, raw_logprobs,
+                prompt_logprobs; with `per_request_processors` also what changes how a token is chosen: do_sample,
+                temperature, top_k, top_p, min_p, penalties, logit_bias, ... (`engine/sampling/arguments.py`).
 
         Returns:
-            The request's id; None, with a logged warning, when the manager is stopping or stopped.
+            The request's id. None, with a logged warning, when the manager is stopping or stopped; and in a process
+            that only follows the one that drives, where the driver's requests have their results too.
 
         Raises:
             ValueError: a value is out of range, the id is taken, or the request can never fit.
             TypeError: an unknown argument.
+            queue.Full: `max_queue_size` requests wait, and none was started within `queue_timeout`.
             RuntimeError: the engine failed; the message names the cause.
         """
         if self._refuses():
             return None
-        sampling.update(max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
-        with self._lock:
-            request = self._intake.request(
-                self._name() if request_id is None else request_id,
-                input_ids,
-                sampling,
-                output_ids=output_ids,
-                cache_salt=cache_salt,
-                priority=priority,
-                streaming=streaming,
-                record_timestamps=record_timestamps,
-            )
-            self._loop.submit([request], result_handler)
-        return request.request_id
+        family = self._intake.family(
+            request_id,
+            input_ids,
+            num_return_sequences=num_return_sequences,
+            output_ids=output_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            **sampling,
+        )
+        receiver = None if result_handler is None else (result_handler, asyncio.get_running_loop())
+        if self._coordinator.is_driver and self._loop.submit_all([family], receiver, queue_timeout):
+            return family[0].request_id
+        self._refuses()
+        return None
 
     def add_requests(
         self,
@@ -211,56 +149,69 @@ class ContinuousBatchingManager:
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | Sequence[int] | None = None,
-        **sampling: Any,
+        *,
+        queue_timeout: float | None = QUEUE_TIMEOUT_S,
+        **arguments: Any,
     ) -> list[str] | None:
         """Submit many requests at once: all, or none when one is refused. Arguments as for `add_request`.
 
-        With prefix sharing they are queued sorted by their tokens, so that equal prefixes meet in the cache.
+        With prefix sharing they are queued sorted by their tokens, so that equal prefixes meet in the cache. With
+        `max_queue_size` they are let in one by one as others start, each after `queue_timeout` at most; if one is not
+        (`queue.Full`, or the manager stops), those that were let in before it are cancelled.
 
         Returns:
             The ids in the order of `inputs`; None, with a logged warning, when the manager is stopping or stopped.
         """
         if self._refuses():
             return None
-        sampling.update(max_new_tokens=max_new_tokens, eos_token_id=eos_token_id)
-        with self._lock:
-            requests = [
-                self._intake.request(
-                    self._name(), ids, sampling, streaming=streaming, record_timestamps=record_timestamps
-                )
-                for ids in inputs
-            ]
-            self._loop.submit(self._intake.in_queue_order(requests))
-        return [request.request_id for request in requests]
-
-    def add_valid_requests(
-        self, inputs: Sequence[Sequence[int] | torch.Tensor], record_timestamps: bool = False, **arguments: Any
-    ) -> dict[str, GenerationOutput | None]:
-        """Submit those of many requests that can be served; arguments as for `add_requests`.
-
-        Returns:
-            One entry an input, in order: the id, and for a refused one its FAILED output.
-        """
-        refused: dict[str, GenerationOutput | None] = {}
-        requests = []
-        with self._lock:
-            for ids in inputs:
-                name = self._name()
-                refused[name] = None
-                try:
-                    request = self._intake.request(name, ids, arguments, record_timestamps=record_timestamps)
-                    requests.append(request)
-                except ValueError as error:
-                    refused[name] = refused_output(name, ids, error)
-            self._loop.submit(self._intake.in_queue_order(requests))
-        return refused
+        families = [
+            self._intake.family(
+                None,
+                ids,
+                streaming=streaming,
+                record_timestamps=record_timestamps,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=eos_token_id,
+                **arguments,
+            )
+            for ids in inputs
+        ]
+        ids = [family[0].request_id for family in families]
+        if self._loop.submit_all(self._intake.in_queue_order(families), None, queue_timeout):
+            return ids
+        self._refuses()
+        return None
 
     def check_arguments(self, **arguments: Any) -> None:
-        """Raise what `add_request` would raise for these sampling arguments, whatever the prompt."""
-        self._intake.params(arguments)
+        """Raise what `add_requests` would raise for these arguments, whatever the prompts."""
+        self._intake.check(**arguments)
+
+    def prepare_batch(
+        self, inputs: Sequence[Sequence[int] | torch.Tensor], **arguments: Any
+    ) -> tuple[list[list[Request]], dict[str, GenerationOutput | None]]:
+        """Requests for those of the inputs that can be served; arguments as for `add_requests`.
+
+        Returns:
+            Those requests, each with its further sequences, in the order they should run in; and an entry for every
+            sequence in the order of the inputs: None, or the FAILED output of one that was refused.
+        """
+        return self._intake.batch(inputs, **arguments)
+
+    def run_batch(self, families: list[list[Request]]) -> Iterator[GenerationOutput]:
+        """Submit what `prepare_batch` made, however long that takes; gives the terminal output of every sequence."""
+        results: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+        entered = list(self._loop.feed(families, (results.put, None)))
+        for request in itertools.chain(*families[len(entered) :]):
+            error = RuntimeError(describe_error(self.fatal_error) or "the manager was stopped")
+            yield refused_output(request.request_id, request.prompt_ids, error)
+        for _ in itertools.chain(*entered):
+            yield results.get()
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request; its one terminal output says CANCELLED. No effect if it is not live."""
+        """End a request; its one terminal output says CANCELLED. No effect if it is not live.
+
+        The id of a request with several sequences ends all of them, the id of a further one that one alone.
+        """
         self._loop.cancel(request_id)
 
     # Results
@@ -300,75 +251,17 @@ class ContinuousBatchingManager:
             KeyError: the id is unknown or its result was already delivered.
             RuntimeError: no event loop is running in this thread.
         """
-        self._delivery.set_handler(request_id, callback)
-
-    def stats(self) -> dict[str, int | float]:
-        """Counts of this moment: requests, cache blocks, steps, seconds since the last step ended."""
-        core = self._core
-        if core is None:
-            return {"running": 0, "waiting": 0, "steps": 0}
-        cache = core.scheduler.cache
-        return {
-            "running": core.scheduler.num_running,
-            "waiting": core.scheduler.num_waiting,
-            "kv_used_blocks": cache.num_used_blocks,
-            "kv_total_blocks": cache.num_blocks,
-            "steps": core.steps,
-            "idle_s": time.monotonic() - self._loop.last_step_time,
-        }
+        self._delivery.attach(request_id, (callback, asyncio.get_running_loop()))
 
     # Inside
 
-    def _build(self) -> EngineCore:
-        if self._core is None:
-            if self._model is None:
-                raise RuntimeError("the manager was destroyed; make a new one")
-            cache = KVCache(
-                self.settings.num_blocks,
-                self.settings.page_size,
-                self.settings.groups,
-                self.settings.sharing,
-                max_step_tokens=self.settings.max_batch_tokens,
-                host_slots=self.settings.host_slots,
-            )
-            scheduler = Scheduler(
-                cache,
-                max_batch_tokens=self.settings.max_batch_tokens,
-                max_requests=self.settings.max_requests,
-                safety_margin=self.settings.safety_margin,
-                policy=self.settings.scheduler_type,
-            )
-            self._core = EngineCore(
-                scheduler, _make_runner(self._model, self.settings), overlap=self.settings.async_batching
-            )
-        return self._core
-
-    def _refuses(self) -> bool:
-        """True, with a warning, when the session is over."""
+    def use_generation_config(self, generation_config: GenerationConfig) -> None:
+        """Take the defaults of the requests to come from another generation config."""
         if self._model is None:
             raise RuntimeError("the manager was destroyed; make a new one")
-        if self._loop.fatal_error is not None:
-            raise RuntimeError(f"the engine failed and takes no requests: {describe_error(self._loop.fatal_error)}")
-        if self._loop.is_stopping:
-            logger.warning("the manager is stopped or stopping: the request is refused; call start() for a new session")
-            return True
-        return False
+        drop = self.config.drop_unsupported_processors
+        merged = merge_generation_config(self._model, generation_config, drop_unsupported=drop)
+        self._intake = self._intake.with_config(merged)
 
     def _name(self) -> str:
-        return next(name for number in self._names if not self._delivery.knows(name := f"req_{number}"))
-
-
-def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
-    from engine.execution.model_runner import ModelRunner
-    from engine.model.packed import pack_linears
-    from engine.model.shadow import make_shadow
-    from engine.sampling.sampler import Sampler
-
-    return ModelRunner(pack_linears(make_shadow(model)), settings, Sampler(settings.vocab_size))
-
-
-def _abandon(loop: EngineLoop) -> None:
-    """End a session that nobody holds any more; the interpreter may be exiting."""
-    loop.stop(now=True)
-    if not loop.in_engine_thread:
-        loop.join(_ABANDON_JOIN_S)
+        return self._intake.name()

@@ -45,7 +45,8 @@ class ModelFacts:
 
     Attributes:
         num_layers: layers with a KV cache.
-        num_kv_heads, num_heads, head_dim: of one attention layer.
+        num_kv_heads: of one attention layer in this process.
+        num_heads, head_dim: of one attention layer of the whole model.
         dtype_bytes: bytes of one K or V number.
         context_length: positions the model knows; None when its config does not say.
         vocab_size: rows of the embedding, which is also the width of the logits.

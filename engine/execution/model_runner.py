@@ -20,7 +20,7 @@ from engine.execution.graphs import CudaGraphs, GraphBackend, GraphRunner, StepS
 from engine.execution.input_batch import PromptPart, make_input_batch
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.paths import DecodePath, MixedPath, PathSizes
-from engine.model.packed import WeightWatch
+from engine.model.packed import refresh_packed
 from engine.model.shadow import attention_of, model_facts
 from engine.ops import make_ops
 from engine.ops.interface import Ops
@@ -126,7 +126,6 @@ class ModelRunner:
         self._ops = ops or make_ops(
             kv, settings.groups, attention=attention_of(model), auto_switch=settings.auto_switch_to_flash
         )
-        self._weights = WeightWatch(model)
         self._sizes = PathSizes(
             page_size=settings.page_size,
             trash_block=kv.num_blocks_allocated - 1,
@@ -192,13 +191,9 @@ class ModelRunner:
                     self._decode.run(make_input_batch(self._dry_batch(1)), size=size)
         self._dry_run(1)
 
-    def refresh_weights(self) -> bool:
-        """Makes what was written into the weights since the last call count. Only while no step runs.
-
-        Returns:
-            Whether anything was written; True at the first call.
-        """
-        return self._weights.refresh()
+    def refresh_weights(self) -> None:
+        """Makes what was written into the weights since the last call count. Only while no step runs."""
+        refresh_packed(self._model)
 
     def _allocate(self, settings: Settings) -> KVTensors:
         return allocate(

@@ -1,7 +1,7 @@
 """Linear layers that compute with a copy of their weight in the order that the CPU's matrix multiplication wants.
 
-`pack_linears` is called when an engine is built, on the shadow alone; the runner's `WeightWatch` packs again what has
-changed. Only bfloat16 is packed: float32 keeps the very operations of transformers, and with them its tokens.
+`pack_linears` is called when an engine is built, on the shadow alone; `refresh_packed` when a session starts. Only
+bfloat16 is packed: float32 keeps the very operations of transformers, and with them its tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from engine.memory import available_memory
 
 logger = logging.getLogger(__name__)
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MEMORY_SHARE = 4  # the copies may take 1/4 of the memory that is free
 
 
@@ -33,16 +32,14 @@ class PackedLinear(nn.Linear):
         self.train(linear.training)
         self.refresh()
 
-    def refresh(self) -> bool:
-        """Packs the weight again if it is not what was packed; returns whether it was so."""
+    def refresh(self) -> None:
+        """Packs the weight again if it is not what was packed."""
         weight = self.weight.detach()
         stamp = _stamp(weight)
-        if stamp == self._stamp:
-            return False
-        self._packed = None  # its memory serves the next copy
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._stamp = stamp
-        return True
+        if stamp != self._stamp:
+            self._packed = None  # its memory serves the next copy
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+            self._stamp = stamp
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self._packed is None or not input.numel() or input.dtype != self.weight.dtype:
@@ -79,31 +76,12 @@ def pack_linears(model: nn.Module) -> nn.Module:
     return model
 
 
-class WeightWatch:
-    """Tells whether weights were written to, in any way, and keeps the packed copies up to date.
-
-    Args:
-        model: what `pack_linears` returned.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-        copied = {id(module.weight) for module in self._packed}
-        self._others = [parameter for parameter in model.parameters() if id(parameter) not in copied]
-        self._stamps: list[tuple[Any, ...]] | None = None
-
-    @torch.no_grad()
-    def refresh(self) -> bool:
-        """Packs again every weight that has changed. Cost: one read of all weights.
-
-        Returns:
-            Whether any weight, packed or not, has changed since the last call; True at the first one.
-        """
-        packed = [module.refresh() for module in self._packed]
-        stamps = [_stamp(parameter.detach()) for parameter in self._others]
-        changed = any(packed) or stamps != self._stamps
-        self._stamps = stamps
-        return changed
+@torch.no_grad()
+def refresh_packed(model: nn.Module) -> None:
+    """Packs again every weight that has changed. Cost: one read of the packed weights."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.refresh()
 
 
 def _can_be_packed(module: nn.Module) -> bool:
@@ -119,13 +97,8 @@ def _has_packed_bfloat16() -> bool:
 
 
 def _stamp(weight: torch.Tensor) -> tuple[Any, ...]:
-    """Changes with the weight. Writes through `.data` are no versions, so its bits are summed too."""
+    """Changes with the weight [rows, columns]. Writes through `.data` are no versions, so its bits are summed too."""
+    whole = weight.shape[1] % 4 == 0 and weight.storage_offset() % 4 == 0
+    sums = weight.view(torch.int64 if whole else torch.int16).sum(dim=1)
     version = None if weight.is_inference() else weight._version
-    if not weight.numel():
-        return weight.data_ptr(), version
-    bits = weight.contiguous().view(weight.shape[0] if weight.dim() > 1 else weight.numel(), -1)
-    size = bits.element_size()
-    whole = 8 % size == 0 and bits.shape[1] * size % 8 == 0 and bits.storage_offset() * size % 8 == 0
-    sums = bits.view(torch.int64 if whole else _INTEGERS[size]).sum(dim=1)
-    places = torch.arange(1, 2 * len(sums), 2, device=sums.device)
-    return weight.data_ptr(), version, int((sums * places).sum())
+    return weight.data_ptr(), version, int((sums * torch.arange(1, 2 * len(sums), 2)).sum())

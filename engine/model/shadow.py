@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from engine.distributed.sharding import local_kv_heads, rebind_forwards, shared_parts
 from engine.model.attention import ATTENTION_NAME, register_attention
 from engine.settings import ModelFacts
 
@@ -47,8 +48,10 @@ def make_shadow(model: PreTrainedModel) -> nn.Module:
     """
     register_attention()
     _log_cut_context(model)
-    tensors = [*model.parameters(), *_shared_buffers(model)]
-    shadow: nn.Module = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    shared = [*model.parameters(), *_shared_buffers(model), *shared_parts(model)]
+    copies: dict[int, Any] = {id(part): part for part in shared}
+    shadow: nn.Module = copy.deepcopy(model, copies)
+    rebind_forwards(shadow, copies)
     setattr(shadow, _ASKED, attention_of(model))
     for module in shadow.modules():
         config = getattr(module, "config", None)
@@ -91,7 +94,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
     return ModelFacts(
         num_layers=config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=_uniform(config, "num_key_value_heads") or num_heads,
+        num_kv_heads=local_kv_heads(model, _uniform(config, "num_key_value_heads") or num_heads),
         head_dim=_uniform(config, "head_dim") or config.hidden_size // num_heads,
         dtype_bytes=dtype.itemsize,
         context_length=_context_length(model, config),

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # What generate() uses where neither the user nor the model says. Its max_length of 20 is left out on purpose: no
 # limit given means the context.
-_LIBRARY_DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+_LIBRARY_DEFAULTS = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "num_return_sequences": 1}
 
 _SETTINGS = CONFIG_ONLY | {name: read for name, read in ARGUMENTS.items() if name in USED | EXTRA}
 

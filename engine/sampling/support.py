@@ -21,7 +21,7 @@ WITHOUT_EFFECT = frozenset({
     "early_stopping", "length_penalty", "use_cache", "pad_token_id", "bos_token_id", "decoder_start_token_id",
     "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
-    "speculation_type", "renormalize_logits", "disable_compile", "transformers_version",
+    "speculation_type", "renormalize_logits", "disable_compile", "transformers_version", "continuous_batching_config",
 })  # fmt: skip
 
 # Values that mean "off"; None does everywhere. Any other value is refused.
@@ -80,7 +80,6 @@ INSTEAD = {
     "max_cache_len": _CACHE,
     "prefill_chunk_size": "set max_batch_tokens of the ContinuousBatchingConfig",
     "compile_config": "see the ContinuousBatchingConfig",
-    "continuous_batching_config": "pass it as the argument continuous_batching_config",
     "output_scores": _SCORES,
     "output_logits": "ask for top_logprobs with raw_logprobs",
     "return_dict_in_generate": "results are always GenerationOutput objects",

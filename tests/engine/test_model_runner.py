@@ -395,17 +395,6 @@ def test_layer_groups_with_a_table_each() -> None:
         rows.tables[0][0][:behind] = [0] * behind  # what lies behind the window is given back
 
 
-def test_refresh_says_whether_weights_have_changed() -> None:
-    model = build_tiny()
-    runner = make_runner(model)
-    assert runner.refresh_weights() is True  # nothing is known of the time before
-    assert runner.refresh_weights() is False
-    with torch.no_grad():
-        model.model.norm.weight.data[3] *= 2
-    assert runner.refresh_weights() is True
-    assert runner.refresh_weights() is False
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

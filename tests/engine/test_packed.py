@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from engine import ContinuousBatchingConfig, continuous_batching_context_manager
 from engine.manager import ContinuousBatchingManager
 from engine.model import packed
-from engine.model.packed import PackedLinear, WeightWatch, pack_linears
+from engine.model.packed import PackedLinear, pack_linears, refresh_packed
 from engine.model.shadow import make_shadow
 from tests.models import build_tiny
 
@@ -64,8 +64,6 @@ def test_a_layer_in_two_places_stays_one() -> None:
 def test_changed_weights_count_after_a_refresh(write: str) -> None:
     plain = linear(bias=False)
     model = pack_linears(nn.Sequential(plain))
-    watch = WeightWatch(model)
-    watch.refresh()
     new = linear(bias=False).weight.neg()
     if write == "in place":
         plain.weight.copy_(new)
@@ -76,8 +74,7 @@ def test_changed_weights_count_after_a_refresh(write: str) -> None:
     else:
         with torch.inference_mode():
             plain.weight.copy_(new)
-    assert watch.refresh() is True
-    assert watch.refresh() is False
+    refresh_packed(model)
     x = torch.randn(3, 48, dtype=torch.bfloat16)
     torch.testing.assert_close(model(x), x @ new.T, atol=1e-2, rtol=1e-2)
 
@@ -85,31 +82,9 @@ def test_changed_weights_count_after_a_refresh(write: str) -> None:
 def test_unchanged_weights_are_not_packed_again(tiny_bf16: PreTrainedModel) -> None:
     shadow = pack_linears(make_shadow(tiny_bf16))
     copies = [module._packed for module in shadow.modules() if isinstance(module, PackedLinear)]
-    watch = WeightWatch(shadow)
-    assert watch.refresh() is True  # the first time it cannot know
-    assert watch.refresh() is False
+    refresh_packed(shadow)
     after = [module._packed for module in shadow.modules() if isinstance(module, PackedLinear)]
     assert copies and all(a is b for a, b in zip(copies, after, strict=True))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
-@pytest.mark.parametrize("shape", [(6, 5), (7,), (), (2, 3, 3), (0, 4)])
-def test_any_weight_is_watched(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter((torch.randn(shape) * 50).to(dtype), requires_grad=False)
-    watch = WeightWatch(model)
-    assert watch.refresh() and not watch.refresh()
-    if not model.weight.numel():
-        return
-    flat = model.weight.data.view(-1)
-    flat[-1] = 1 if flat[-1] != 1 else 2
-    assert watch.refresh() and not watch.refresh()
-    if len(shape) == 1:
-        model.weight.data.copy_(model.weight.data.flip(0))
-        assert watch.refresh()
-    model.weight.data = model.weight.data.clone()
-    assert watch.refresh()
 
 
 def generated(manager: ContinuousBatchingManager) -> list[list[int]]:

@@ -188,6 +188,12 @@ class TestMerge:
             merge_generation_config(tiny, GenerationConfig(bad_words_ids=[[3, 512]]))
         assert merge_generation_config(tiny, GenerationConfig(eos_token_id=512)).eos_token_id == 512
 
+    def test_num_return_sequences(self) -> None:
+        assert merged().num_return_sequences == 1
+        assert merged(num_return_sequences=2, do_sample=True).num_return_sequences == 2
+        with pytest.raises(ValueError, match="num_return_sequences is 0"):
+            merged(num_return_sequences=0)
+
     def test_neutral_values_pass(self) -> None:
         neutral = {name: off[0] for name, off in OFF.items()}
         with warnings.catch_warnings():

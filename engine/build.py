@@ -1,0 +1,56 @@
+"""Puts an engine together from a model and its settings: shadow, runner, cache, scheduler, core.
+
+Called by the manager on first use. Allocates the KV cache; starts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.cache.kv_cache import KVCache
+from engine.core import EngineCore
+from engine.scheduling.scheduler import Scheduler
+from engine.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from engine.execution.model_runner import ModelRunner
+
+
+def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
+    """An idle engine for this model.
+
+    Raises:
+        NotImplementedError: the engine cannot run this architecture.
+        MemoryError, torch.OutOfMemoryError: the cache does not fit.
+    """
+    cache = KVCache(
+        settings.num_blocks,
+        settings.page_size,
+        settings.groups,
+        settings.sharing,
+        max_step_tokens=settings.max_batch_tokens,
+        host_slots=settings.host_slots,
+    )
+    scheduler = Scheduler(
+        cache,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_requests=settings.max_requests,
+        safety_margin=settings.safety_margin,
+        policy=settings.scheduler_type,
+    )
+    return EngineCore(scheduler, _make_runner(model, settings), overlap=settings.async_batching)
+
+
+def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
+    from engine.distributed.sharding import tensor_parallel_mesh
+    from engine.execution.model_runner import ModelRunner
+    from engine.model.packed import pack_linears
+    from engine.model.shadow import make_shadow
+    from engine.sampling.sampler import Sampler
+
+    shadow = make_shadow(model)
+    if tensor_parallel_mesh(model) is None:  # packing depends on the memory of each process, and changes rounding
+        shadow = pack_linears(shadow)
+    return ModelRunner(shadow, settings, Sampler(settings.vocab_size))
