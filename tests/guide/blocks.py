@@ -48,7 +48,6 @@ SUBSTITUTIONS = (
     Substitution('"google/gemma-2-2b"', "GEMMA", HERE),
     Substitution('"sdpa"', '"eager"', "transformers refuses to load Gemma-2 with sdpa", "sliding_window"),
     Substitution('"flash_attention_2"', '"sdpa"', "transformers refuses to load it without flash-attn"),
-    Substitution('    device_map="auto",\n', "", "accelerate and a GPU are not needed on CPU"),
     Substitution("dtype=torch.bfloat16", "dtype=torch.float32", "tokens are compared exactly"),
     Substitution("max_new_tokens=64", "max_new_tokens=8", SHORT),
     Substitution("max_new_tokens=512", "max_new_tokens=24", SHORT),

@@ -207,7 +207,6 @@ def test_nothing_is_left_of_requests_that_ended(tiny: PreTrainedModel) -> None:
         wait_until(lambda: alive() == before)
 
 
-@pytest.mark.xfail(reason="the loop of the last session keeps the engine", strict=True)
 def test_a_destroyed_manager_gives_its_memory_back(
     tiny: PreTrainedModel, caches: list[list[weakref.ref[torch.Tensor]]]
 ) -> None:
@@ -221,7 +220,7 @@ def test_a_destroyed_manager_gives_its_memory_back(
         gc.collect()
         return all(tensor() is None for tensor in caches[0])
 
-    wait_until(is_gone, seconds=2)
+    wait_until(is_gone)
 
 
 # Beside others
