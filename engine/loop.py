@@ -230,6 +230,7 @@ class EngineLoop:
             logger.critical("the engine failed: %s", describe_error(error), exc_info=error)
         finally:
             self._wind_up()
+            del self._core  # a manager that was destroyed gives its memory back, and still holds its last session
             if self.fatal_error is not None:
                 self._coordinator.leave(self.fatal_error)
 
