@@ -74,9 +74,16 @@ def collect(manager: ContinuousBatchingManager, ids: Sequence[str], seconds: flo
 class Stepper:
     """An engine without a thread: requests are added and steps are taken by the test."""
 
-    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig = NO_EOS, **fields: Any) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig = NO_EOS,
+        overlap: bool = False,
+        **fields: Any,
+    ) -> None:
         self.manager = init_continuous_batching(model, generation_config, config(**fields))
         self.core = core_of(self.manager)
+        self.core._overlap = overlap  # on CPU no setting asks for it
         self.outputs: list[GenerationOutput] = []
         self.steps = 0
 

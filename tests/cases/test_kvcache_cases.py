@@ -7,6 +7,7 @@ import random
 import pytest
 from transformers import PreTrainedModel
 
+from tests.cases.conftest import Variant
 from tests.harness import Stepper, collect, running, tokens
 from tests.models import ref
 
@@ -74,8 +75,8 @@ def test_O20_the_same_prompt_many_times_in_one_cold_step(tiny: PreTrainedModel, 
 
 
 @pytest.mark.parametrize("budget", [7, 16, 17, 64, 512])
-def test_O21_chunked_prefill_equals_unchunked(tiny: PreTrainedModel, budget: int) -> None:
-    stepper = Stepper(tiny, max_batch_tokens=budget)
+def test_O21_chunked_prefill_equals_unchunked(any_variant: Variant, budget: int) -> None:
+    stepper = any_variant.stepper(max_batch_tokens=budget)
     long_running = [(stepper.add(tokens(i, 9), 100, streaming=True), tokens(i, 9), 100) for i in range(4)]
     arriving = []
     for length in [1, 2, 7, 8, 15, 16, 17, 33, 64, 65, 99, 100]:
@@ -88,13 +89,13 @@ def test_O21_chunked_prefill_equals_unchunked(tiny: PreTrainedModel, budget: int
     for request, prompt, n in long_running + arriving:
         streamed = [o.num_generated_tokens for o in stepper.outputs if o.request_id == request.request_id]
         assert streamed == list(range(1, n + 1)), "each token is streamed once, in order"
-        assert stepper.results()[request.request_id].generated_tokens == ref(tiny, prompt, n)
+        assert stepper.results()[request.request_id].generated_tokens == ref(any_variant.model, prompt, n)
 
 
-def test_O22_eviction_reuse_and_reference_counts(tiny: PreTrainedModel) -> None:
+def test_O22_eviction_reuse_and_reference_counts(any_variant: Variant) -> None:
     rng = random.Random(22)
     families = [tokens(22 + family, 48) for family in range(6)]
-    stepper = Stepper(tiny, num_blocks=12, max_batch_tokens=64, max_requests_per_batch=4)
+    stepper = any_variant.stepper(num_blocks=12, max_batch_tokens=64, max_requests_per_batch=4)
     asked = {}
     hits = 0
     for number in range(300):
@@ -110,9 +111,9 @@ def test_O22_eviction_reuse_and_reference_counts(tiny: PreTrainedModel) -> None:
     stepper.drain()
     results = stepper.results()
     for request_id, (prompt, n) in asked.items():
-        assert results[request_id].generated_tokens == ref(tiny, prompt, n)
+        assert results[request_id].generated_tokens == ref(any_variant.model, prompt, n)
         hits += results[request_id].cached_tokens > 0
-    assert hits > 30, "the cache was hardly used, so this shows nothing"
+    assert hits > 30 or not stepper.manager.settings.sharing, "the cache was hardly used, so this shows nothing"
 
 
 def test_O20_O19_through_the_running_engine(tiny: PreTrainedModel) -> None:

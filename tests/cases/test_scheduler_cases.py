@@ -6,13 +6,14 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine import RequestStatus
-from tests.harness import Stepper, collect, running, tokens
+from tests.cases.conftest import Variant
+from tests.harness import collect, running, tokens
 from tests.models import ref
 
 
 @pytest.mark.parametrize("num_blocks", [10, 8])
-def test_O23_preemption_neither_changes_nor_doubles_tokens(tiny: PreTrainedModel, num_blocks: int) -> None:
-    stepper = Stepper(tiny, num_blocks=num_blocks, safety_margin=0.0)
+def test_O23_preemption_neither_changes_nor_doubles_tokens(variant: Variant, num_blocks: int) -> None:
+    stepper = variant.stepper(num_blocks=num_blocks, safety_margin=0.0)
     requests = [stepper.add(tokens(23 + i, 40), 60, streaming=True) for i in range(6)]
     preemptions, was_running = 0, set()
     while stepper.core.has_work:
@@ -23,7 +24,7 @@ def test_O23_preemption_neither_changes_nor_doubles_tokens(tiny: PreTrainedModel
     assert preemptions > 0, "nothing was preempted, so this shows nothing"
     for i, request in enumerate(requests):
         output = stepper.results()[request.request_id]
-        assert output.generated_tokens == ref(tiny, tokens(23 + i, 40), 60)
+        assert output.generated_tokens == ref(variant.model, tokens(23 + i, 40), 60)
         assert output.finish_reason == "length"
         assert output.num_prompt_tokens == 40
         streamed = [o.num_generated_tokens for o in stepper.outputs if o.request_id == request.request_id]
@@ -49,19 +50,19 @@ def test_O24_a_request_that_outgrows_the_cache_ends_with_length(tiny: PreTrained
         assert small.generated_tokens == ref(tiny, tokens(24, 5), 6)
 
 
-def test_O24_two_that_outgrow_the_cache_together_both_end(tiny: PreTrainedModel) -> None:
-    stepper = Stepper(tiny, num_blocks=4)
+def test_O24_two_that_outgrow_the_cache_together_both_end(variant: Variant) -> None:
+    stepper = variant.stepper(num_blocks=4)
     requests = [stepper.add(tokens(24 + i, 20), 100) for i in range(2)]
     stepper.drain()
     for i, request in enumerate(requests):
-        assert stepper.results()[request.request_id].generated_tokens == ref(tiny, tokens(24 + i, 20), 45)
+        assert stepper.results()[request.request_id].generated_tokens == ref(variant.model, tokens(24 + i, 20), 45)
 
 
 @pytest.mark.parametrize("state", ["waiting", "prefilling", "decoding", "preempted"])
-def test_O25_cancel_in_every_state(tiny: PreTrainedModel, state: str) -> None:
-    stepper = Stepper(tiny, num_blocks=16, max_batch_tokens=8, safety_margin=0.0)
+def test_O25_cancel_in_every_state(variant: Variant, state: str) -> None:
+    stepper = variant.stepper(num_blocks=16, max_batch_tokens=8, safety_margin=0.0)
     others = [stepper.add(tokens(i, 6), 90, f"other{i}") for i in range(2)]
-    victim = stepper.add(tokens(25, 100), 40, "victim", streaming=True)
+    victim = stepper.add(tokens(25, 100), 140, "victim", streaming=True)
     if state != "waiting":
         wanted = {
             "prefilling": lambda: victim.status == RequestStatus.PREFILLING and victim.computed > 0,
@@ -83,7 +84,7 @@ def test_O25_cancel_in_every_state(tiny: PreTrainedModel, state: str) -> None:
     assert results["victim"].finish_reason == "cancelled"
     assert victim.num_output_tokens == before, "tokens came after the cancellation"
     for i, request in enumerate(others):
-        assert results[request.request_id].generated_tokens == ref(tiny, tokens(i, 6), 90)
+        assert results[request.request_id].generated_tokens == ref(variant.model, tokens(i, 6), 90)
     stepper.cancel("other0")
     assert not stepper.core.has_work
 
@@ -104,8 +105,8 @@ def test_O25_cancel_through_the_manager(tiny: PreTrainedModel) -> None:
         manager.cancel_request(others[0])
 
 
-def test_O26_a_long_prompt_is_not_starved_by_short_ones(tiny: PreTrainedModel) -> None:
-    stepper = Stepper(tiny, max_batch_tokens=32, max_requests_per_batch=8)
+def test_O26_a_long_prompt_is_not_starved_by_short_ones(any_variant: Variant) -> None:
+    stepper = any_variant.stepper(max_batch_tokens=32, max_requests_per_batch=8)
     short = [stepper.add(tokens(i, 8), 8) for i in range(4)]
     stepper.step()
     long = stepper.add(tokens(26, 200), 4)
@@ -118,12 +119,12 @@ def test_O26_a_long_prompt_is_not_starved_by_short_ones(tiny: PreTrainedModel) -
                 later.append(stepper.add(tokens(len(later), 8), 8).request_id)
         assert later_finished < 30, "the long prompt starves"
     stepper.drain()
-    assert stepper.results()[long.request_id].generated_tokens == ref(tiny, tokens(26, 200), 4)
+    assert stepper.results()[long.request_id].generated_tokens == ref(any_variant.model, tokens(26, 200), 4)
     assert all(stepper.results()[r.request_id].finish_reason == "length" for r in short)
 
 
-def test_O26_a_stream_is_not_starved_by_long_prompts(tiny: PreTrainedModel) -> None:
-    stepper = Stepper(tiny, max_batch_tokens=32)
+def test_O26_a_stream_is_not_starved_by_long_prompts(any_variant: Variant) -> None:
+    stepper = any_variant.stepper(max_batch_tokens=32)
     stream = stepper.add(tokens(0, 8), 60, streaming=True)
     stepper.step()
     waited = longest = 0
@@ -134,7 +135,7 @@ def test_O26_a_stream_is_not_starved_by_long_prompts(tiny: PreTrainedModel) -> N
         waited = 0 if stream.num_output_tokens > before else waited + 1
         longest = max(longest, waited)
     assert longest <= 4
-    assert stepper.results()[stream.request_id].generated_tokens == ref(tiny, tokens(0, 8), 60)
+    assert stepper.results()[stream.request_id].generated_tokens == ref(any_variant.model, tokens(0, 8), 60)
     for request in list(stepper.core.scheduler.live()):
         stepper.cancel(request.request_id)
     stepper.drain()

@@ -204,8 +204,7 @@ def test_a_prefix_spoiled_by_a_nan_behind_it_is_computed_again(later: bool, over
     """Attention may spread a NaN to tokens before it, whose blocks others can hit before anyone knows."""
     model = build_poisonous(windows=False)
     model.hiccups = False
-    stepper = Stepper(model, max_batch_tokens=256 if not later else 30)
-    stepper.core._overlap = overlap
+    stepper = Stepper(model, overlap=overlap, max_batch_tokens=256 if not later else 30)
     head = tokens(0, 20, 500)
     poisoned = stepper.add([*head, IS_NAN, *tokens(1, 30, 500)], 8)
     if later:

@@ -113,15 +113,15 @@ def make_stepper(model: PreTrainedModel, case: dict[str, Any]) -> Stepper:
     try:
         if case["attention"] == "eager":
             model.set_attn_implementation("eager")
-        probe = Stepper(model, **settings, num_blocks=2000)
+        probe = Stepper(model, overlap=case["overlap"], **settings, num_blocks=2000)
         if memory == "plenty":
             stepper = probe
         else:
             # Just enough for the longest request alone.
-            stepper = Stepper(model, **settings, num_blocks=probe.manager.settings.layout.need(0, 100 + MAX_NEW))
+            blocks = probe.manager.settings.layout.need(0, 100 + MAX_NEW)
+            stepper = Stepper(model, overlap=case["overlap"], **settings, num_blocks=blocks)
     finally:
         model.set_attn_implementation(own)
-    stepper.core._overlap = case["overlap"]
     return stepper
 
 
