@@ -15,12 +15,11 @@ if TYPE_CHECKING:
         destroy_cached_continuous_batching_manager,
         generate_batch,
         init_continuous_batching,
-        install,
-        uninstall,
     )
     from engine.manager import ContinuousBatchingManager
     from engine.outputs import GenerationOutput
     from engine.request import FinishReason, RequestStatus
+    from engine.spelling import install, uninstall
 
 __version__ = "0.1.0"
 
@@ -31,8 +30,8 @@ _HOME = {
     "destroy_cached_continuous_batching_manager": "engine.generate",
     "generate_batch": "engine.generate",
     "init_continuous_batching": "engine.generate",
-    "install": "engine.generate",
-    "uninstall": "engine.generate",
+    "install": "engine.spelling",
+    "uninstall": "engine.spelling",
     "ContinuousBatchingManager": "engine.manager",
     "GenerationOutput": "engine.outputs",
     "FinishReason": "engine.request",

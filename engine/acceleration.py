@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 
 if TYPE_CHECKING:
-    from engine.settings import ModelFacts
+    from engine.facts import ModelFacts
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import copy
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from engine.generate import generate_batch
 from engine.outputs import GenerationOutput
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ def paged_generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> torch.T
         RuntimeError: the engine failed.
     """
     import torch
-
-    from engine.generate import generate_batch
 
     given = _by_name(model, args, kwargs)
     config = copy.deepcopy(given.pop("generation_config", None) or model.generation_config)

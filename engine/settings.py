@@ -18,6 +18,7 @@ from engine.acceleration import Acceleration, Capabilities, CompileSettings, res
 from engine.cache.groups import LayerGroup, plan_groups
 from engine.cache.layout import Layout
 from engine.config import ContinuousBatchingConfig, WorkloadHints
+from engine.facts import ModelFacts
 from engine.memory import available_memory
 from engine.sizing import GIB, StepSize
 
@@ -37,39 +38,6 @@ class _DeviceDefaults:
 
 _CUDA = _DeviceDefaults(page_size=256, max_batch_tokens=8192, memory_percent=0.9)
 _HOST = _DeviceDefaults(page_size=32, max_batch_tokens=512, memory_percent=0.6)  # short steps: 2048 tokens take 0.7 s
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What sizing needs to know of a model.
-
-    Attributes:
-        num_layers: layers with a KV cache.
-        num_kv_heads: of one attention layer in this process.
-        num_heads, head_dim: of one attention layer of the whole model.
-        dtype_bytes: bytes of one K or V number.
-        context_length: positions the model knows; None when its config does not say.
-        vocab_size: rows of the embedding, which is also the width of the logits.
-        device_type: "cpu", "cuda", ...
-        windows: of each layer: tokens that a query sees, itself included; None sees all.
-        device_index: which device of that type; None for the current one.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    num_heads: int
-    head_dim: int
-    dtype_bytes: int
-    context_length: int | None
-    vocab_size: int
-    device_type: str
-    windows: tuple[int | None, ...]
-    device_index: int | None = None
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token over all layers, bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.cache.groups import LayerGroup
 
 if TYPE_CHECKING:
-    from engine.settings import ModelFacts
+    from engine.facts import ModelFacts
 
 GIB = 1 << 30
 MIN_BATCH_TOKENS = 256

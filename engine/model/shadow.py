@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.distributed.sharding import local_kv_heads, rebind_forwards, shared_parts
+from engine.facts import ModelFacts
 from engine.model.attention import ATTENTION_NAME, register_attention
-from engine.settings import ModelFacts
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from transformers import CompileConfig
 
 from engine.acceleration import Capabilities, CompileSettings
 from engine.config import ContinuousBatchingConfig, WorkloadHints
-from engine.settings import ModelFacts, Settings, resolve
+from engine.facts import ModelFacts
+from engine.settings import Settings, resolve
 
 CPU = ModelFacts(4, 2, 4, 16, 2, 4096, 512, "cpu", (None,) * 4)
 CUDA = dataclasses.replace(CPU, device_type="cuda")

@@ -14,7 +14,8 @@ from transformers import CompileConfig
 
 from engine.acceleration import Capabilities
 from engine.config import ContinuousBatchingConfig, WorkloadHints
-from engine.settings import ModelFacts, Settings, resolve
+from engine.facts import ModelFacts
+from engine.settings import Settings, resolve
 
 FACTS = ModelFacts(2, 2, 4, 16, 4, 256, 512, "cuda", (None,) * 2)
 DEVICE = Capabilities(graphs=True, block_tables=True)

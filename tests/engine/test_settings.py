@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from engine.cache.groups import LayerGroup
 from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
+from engine.facts import ModelFacts
 from engine.memory import available_memory
-from engine.settings import ModelFacts, Settings, describe, resolve
+from engine.settings import Settings, describe, resolve
 
 GIB = 1 << 30
 SMALL = ModelFacts(30, 3, 9, 64, 2, 8192, 49152, "cpu", (None,) * 30)
