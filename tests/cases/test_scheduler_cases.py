@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from engine import RequestStatus
 from tests.cases.conftest import Variant
-from tests.harness import collect, running, tokens
+from tests.harness import Stepper, collect, running, tokens
 from tests.models import ref
 
 
@@ -139,3 +139,20 @@ def test_O26_a_stream_is_not_starved_by_long_prompts(any_variant: Variant) -> No
     for request in list(stepper.core.scheduler.live()):
         stepper.cancel(request.request_id)
     stepper.drain()
+
+
+@pytest.mark.parametrize("prompt_length", [14, 15, 16, 30])
+def test_O25_cancel_while_a_step_that_completes_a_block_is_in_flight(tiny: PreTrainedModel, prompt_length: int) -> None:
+    for steps in range(1, 6):
+        stepper = Stepper(tiny, overlap=True)
+        other = stepper.add(tokens(0, 20), 12)
+        victim = stepper.add(tokens(25, prompt_length), 40)
+        for _ in range(steps):
+            stepper.step()
+        stepper.cancel(victim.request_id)
+        again = stepper.add(tokens(25, prompt_length), 8)
+        stepper.drain()
+        assert stepper.results()[victim.request_id].status == RequestStatus.CANCELLED
+        for request in (other, again):
+            wanted = ref(tiny, request.prompt_ids, request.params.max_new_tokens)
+            assert stepper.results()[request.request_id].generated_tokens == wanted

@@ -160,3 +160,15 @@ def test_sequences_share_an_output_prefix_when_resumed(tiny: PreTrainedModel) ->
         manager.add_request(prompt, "x", max_new_tokens=20, output_ids=whole[:7], num_return_sequences=2)
         for output in collect(manager, names("x", 2), seconds=wait_limit(10)):
             assert output.generated_tokens == whole
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 33])
+def test_sequences_whose_prompt_leaves_one_token_to_compute(tiny: PreTrainedModel, length: int) -> None:
+    """A prompt of one token, and prompts of which all but one token are cached the second time."""
+    prompt = tokens(7, length)
+    with running(tiny) as manager:
+        for _ in range(2):
+            first = manager.add_request(prompt, max_new_tokens=6, num_return_sequences=3)
+            ids = [first, f"{first}__child#0", f"{first}__child#1"]
+            for output in collect(manager, ids):
+                assert output.generated_tokens == ref(tiny, prompt, 6)
