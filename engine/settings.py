@@ -191,9 +191,13 @@ def describe(settings: Settings) -> list[str]:
         f"step: at most {settings.max_batch_tokens:,} tokens and {settings.max_requests:,} requests, "
         f"{settings.scheduler_type}, safety margin {settings.safety_margin:g}",
         f"prefix caching: {_on(settings.sharing)}; seed {settings.seed}",
-        f"decode fast path: {settings.max_blocks_per_request or 'no'} blocks; CUDA graphs: mixed "
-        f"{_on(settings.graphs[0])}, decode {_on(settings.graphs[1])}; async batching: {_on(settings.async_batching)}",
     ]
+    if settings.max_blocks_per_request or any(settings.graphs) or settings.async_batching:
+        lines.append(
+            f"decode fast path: {settings.max_blocks_per_request or 'no'} blocks; CUDA graphs: mixed "
+            f"{_on(settings.graphs[0])}, decode {_on(settings.graphs[1])}; async batching: "
+            f"{_on(settings.async_batching)}"
+        )
     if settings.host_slots:
         size = settings.host_slots * settings.kv_bytes_per_block / GIB
         lines.append(f"offloading: {settings.host_slots:,} blocks on the host, {size:.2f} GiB")
