@@ -19,6 +19,7 @@ from engine.distributed.nccl import disable_graph_mixing
 if TYPE_CHECKING:
     from transformers import CompileConfig
 
+_MOST = 2**40  # what no machine has of anything
 SCHEDULER_TYPES = ("fifo", "prefill_first")
 COMPILE_FIELDS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
@@ -111,7 +112,7 @@ class ContinuousBatchingConfig:
     )
     max_queue_size: int = _field(0, "Requests that may wait for their first step; 0: no bound.")
     per_request_processors: bool = _field(
-        False, "Requests may bring their own do_sample, temperature, top_k, top_p and min_p."
+        False, "Requests may bring their own sampling arguments: temperature, top_p, penalties, logit_bias, ..."
     )
     drop_unsupported_processors: bool = _field(
         False,
@@ -212,6 +213,8 @@ class ContinuousBatchingConfig:
             self._set("block_size", None)
         if self.use_default_compile_configs is not None:
             _deprecated("use_default_compile_configs", "use default_compile_level")
+            if not isinstance(self.use_default_compile_configs, bool):
+                self._reject("use_default_compile_configs", "True or False")
             self._set("default_compile_level", 3 if self.use_default_compile_configs else 0)
             self._set("use_default_compile_configs", None)
         if self.max_cached_graphs is not None:
@@ -234,9 +237,9 @@ class ContinuousBatchingConfig:
         if self.max_memory_percent == 0:
             self._reject("max_memory_percent", "above 0 and at most 1")
         self._check_number("safety_margin", 0, 1, optional=True)
-        self._check_number("cpu_offload_space", 0, math.inf, optional=True)
+        self._check_number("cpu_offload_space", 0, _MOST, optional=True)
         self._check_number("cpu_offload_space_safety_threshold", 0, 1)
-        self._check_number("cpu_group_timeout", 0, math.inf, optional=True)
+        self._check_number("cpu_group_timeout", 0, _MOST, optional=True)
         if self.cpu_group_timeout == 0:
             self._reject("cpu_group_timeout", "above 0, or None for no limit")
         for field in dataclasses.fields(self):
@@ -280,17 +283,18 @@ class ContinuousBatchingConfig:
             return
         if isinstance(value, bool) or not isinstance(value, int):
             self._reject(name, "an integer" + (" or None" if optional else ""))
-        if (low is not None and value < low) or (high is not None and value > high):
-            self._reject(name, f"at least {low}" if high is None else f"between {low} and {high}")
+        most = _MOST if high is None and low is not None else high
+        if (low is not None and value < low) or (most is not None and value > most):
+            self._reject(name, f"at least {low}" if high is None and value <= _MOST else f"between {low} and {most}")
 
     def _check_number(self, name: str, low: float, high: float, *, optional: bool = False) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value in (math.inf, -math.inf):
             self._reject(name, "a finite number" + (" or None" if optional else ""))
         if not low <= value <= high:
-            self._reject(name, f"at least {low}" if high == math.inf else f"between {low} and {high}")
+            self._reject(name, f"between {low} and {high}")
 
     def _reject(self, name: str, expected: str) -> NoReturn:
         raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {expected}")

@@ -91,7 +91,7 @@ class EngineCore:
             EngineUnhealthy: steps keep failing whatever is in them.
         """
         batch = self.scheduler.schedule()
-        outputs = [_ended(request, RequestStatus.FINISHED, FinishReason.LENGTH) for request in batch.outgrown]
+        outputs = [self._outgrown(request) for request in batch.outgrown]
         try:
             launched = self._launch(batch) if batch else None
             outputs += self._land(keep=launched)
@@ -195,6 +195,15 @@ class EngineCore:
             ) from error
         logger.warning("request %r failed alone: %r", request.request_id, error)
         return [self._fail(request, f"{type(error).__name__}: {error}")]
+
+    def _outgrown(self, request: Request) -> GenerationOutput:
+        logger.warning(
+            "request %r ends after %d generated tokens: the whole KV cache holds %d tokens; raise num_blocks",
+            request.request_id,
+            request.num_output_tokens,
+            self.scheduler.cache.max_tokens,
+        )
+        return _ended(request, RequestStatus.FINISHED, FinishReason.LENGTH)
 
     def fail_all(self, late: list[Request], message: str) -> list[GenerationOutput]:
         """End every live request, and those that came too late to be added, as FAILED."""

@@ -128,7 +128,10 @@ class Delivery:
             KeyError: the id is unknown or its result was already taken.
         """
         with self._reading(request_id) as box:
-            return self._take_from(request_id, box, timeout)
+            output = self._take_from(request_id, box, timeout)
+        if output is None and not self._ended and self._boxes.get(request_id) is not box:
+            raise KeyError(f"the result of request {request_id!r} was delivered to someone else meanwhile")
+        return output
 
     def iterate(self, request_id: str) -> Iterator[GenerationOutput]:
         """Every output of this request, ending after the terminal one. The id is this reader's until then.
@@ -243,7 +246,7 @@ def _wait(condition: threading.Condition, deadline: float | None) -> bool:
     if deadline is None:
         return condition.wait()
     left = deadline - time.monotonic()
-    return left > 0 and (condition.wait(left) or time.monotonic() < deadline)
+    return left > 0 and (condition.wait(min(left, threading.TIMEOUT_MAX)) or time.monotonic() < deadline)
 
 
 def _hand_over(loop: asyncio.AbstractEventLoop | None, calls: list[tuple[ResultHandler, GenerationOutput]]) -> None:

@@ -11,7 +11,7 @@ import itertools
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from engine.outputs import GenerationOutput
@@ -24,6 +24,9 @@ from engine.settings import Settings
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig
+
+
+_MAX_SEQUENCES = 4096  # of one request: they are made at once, in the caller's thread
 
 
 class Intake:
@@ -112,6 +115,8 @@ class Intake:
             num_return_sequences: of them all; None takes the generation config's.
         """
         count = self.num_sequences(num_return_sequences)
+        _boolean(streaming, "streaming")
+        _boolean(record_timestamps, "record_timestamps")
         first = self.request(
             self.name() if request_id is None else request_id,
             input_ids,
@@ -126,8 +131,14 @@ class Intake:
 
     def num_sequences(self, asked: int | None = None) -> int:
         """Sequences of one request. Raises ValueError unless that is an integer of at least 1."""
-        count = self.generation_config.num_return_sequences if asked is None else asked
-        return 1 if count is None else _integer(count, "num_return_sequences", 1)
+        asked = self.generation_config.num_return_sequences if asked is None else asked
+        count = 1 if asked is None else _integer(asked, "num_return_sequences", 1)
+        if count > _MAX_SEQUENCES:
+            raise ValueError(
+                f"num_return_sequences is {count}, {count - _MAX_SEQUENCES} more than the limit of {_MAX_SEQUENCES}: "
+                "submit the prompt several times"
+            )
+        return count
 
     def request(
         self,
@@ -222,9 +233,10 @@ class Intake:
                 f"them to be generated: shorten it by {excess}"
             )
         if known > settings.cache_tokens:
+            groups = f", shared by {len(settings.groups)} groups of layers" if len(settings.groups) > 1 else ""
             raise ValueError(
                 f"the request has {known} tokens and the whole KV cache holds {settings.cache_tokens} "
-                f"({settings.num_blocks} blocks of {settings.page_size}): shorten it by "
+                f"({settings.num_blocks} blocks of {settings.page_size}{groups}): shorten it by "
                 f"{known - settings.cache_tokens}, or raise num_blocks"
             )
 
@@ -238,6 +250,14 @@ def refused_output(request_id: str, input_ids: Sequence[int] | torch.Tensor, err
     return GenerationOutput(request)
 
 
+def check_timeout(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is None or a number of seconds of at least 0."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+        raise ValueError(f"{name} is {value!r}: it must be a number of seconds of at least 0, or None for no limit")
+
+
 def _child(request_id: str, index: int) -> str:
     """Id of a further sequence of a request, as transformers names them."""
     return f"{request_id}__child#{index}"
@@ -246,7 +266,12 @@ def _child(request_id: str, index: int) -> str:
 def _salt(value: Any) -> bytes:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"cache_salt is {value!r}: it must be a string or None")
-    return (value or "").encode()
+    return (value or "").encode("utf-8", "surrogatepass")
+
+
+def _boolean(value: Any, name: str) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
 def _integer(value: Any, name: str, low: int | None = None) -> int:
@@ -258,7 +283,7 @@ def _integer(value: Any, name: str, low: int | None = None) -> int:
 def _token_ids(ids: Sequence[int] | torch.Tensor, name: str, vocab_size: int) -> list[int]:
     """Token ids as a new list of ints. Raises ValueError for anything but a flat sequence of ids below `vocab_size`."""
     values = ids.tolist() if hasattr(ids, "tolist") else ids
-    if isinstance(values, str) or not isinstance(values, Sequence):
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise ValueError(f"{name} is {type(ids).__name__}; expected a flat sequence of integers")
     checked = []
     for position, value in enumerate(values):

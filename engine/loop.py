@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import threading
 import time
 import weakref
@@ -70,6 +71,9 @@ class EngineLoop:
         self._ended = False
         # A daemon, so that a forgotten stop() cannot hold the interpreter's exit.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        # Not the thread's own word for it: an interrupted join() makes Python 3.11 call a living thread dead.
+        self._done = threading.Event()
+        self._process = os.getpid()
         self.room = WaitingRoom(max_waiting)
         self.fatal_error: BaseException | None = None
         self.last_step_time = time.monotonic()
@@ -83,7 +87,7 @@ class EngineLoop:
 
     @property
     def is_running(self) -> bool:
-        return self._thread.is_alive()
+        return self.was_started and not self._done.is_set() and self._process == os.getpid()
 
     @property
     def was_started(self) -> bool:
@@ -193,8 +197,9 @@ class EngineLoop:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the thread's end, at most `timeout` seconds; True when it has ended."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if self.is_running:
+            self._done.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        return not self.is_running
 
     def refuse_inside_pause(self, what: str) -> None:
         """Raise RuntimeError when the calling thread is in a pause, and would wait for itself."""
@@ -203,9 +208,15 @@ class EngineLoop:
                 f"{what}() inside pause() would wait for ever: the engine thread is parked until the block ends"
             )
 
+    def refuse_in_engine_thread(self, what: str) -> None:
+        """Raise RuntimeError in the engine thread, which runs callers' constraints and would wait for itself."""
+        if self.in_engine_thread:
+            raise RuntimeError(f"{what}() in the engine thread would wait for ever: a constraint must not wait for it")
+
     @contextmanager
     def pause(self, keep_cache: bool) -> Iterator[None]:
         """While the block runs no step does. See `ContinuousBatchingManager.pause`."""
+        self.refuse_in_engine_thread("pause")
         with self._lock:
             if self._ended or not self.is_running:
                 raise RuntimeError("there is nothing to pause: no engine thread runs") from self.fatal_error
@@ -229,10 +240,13 @@ class EngineLoop:
             self.fatal_error = error
             logger.critical("the engine failed: %s", describe_error(error), exc_info=error)
         finally:
-            self._wind_up()
-            del self._core  # a manager that was destroyed gives its memory back, and still holds its last session
-            if self.fatal_error is not None:
-                self._coordinator.leave(self.fatal_error)
+            try:
+                self._wind_up()
+                del self._core  # a manager that was destroyed gives its memory back, and still holds its last session
+                if self.fatal_error is not None:
+                    self._coordinator.leave(self.fatal_error)
+            finally:
+                self._done.set()
 
     def _take_turn(self) -> bool:
         """Wait for something to do, agree on it and do it. False when the loop shall end."""

@@ -6,6 +6,7 @@ Its life is in session.py, its asyncio side in asynchronous.py. Knows nothing of
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import queue
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from engine.asynchronous import AsyncRequests
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.config_in_force import config_in_force
-from engine.delivery import ResultHandler
+from engine.delivery import Receiver, ResultHandler
 from engine.distributed.coordinator import Coordinator
-from engine.intake import Intake, refused_output
+from engine.intake import Intake, check_timeout, refused_output
 from engine.loop import describe_error
 from engine.outputs import GenerationOutput
 from engine.request import Request
@@ -136,7 +137,8 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
             eos_token_id=eos_token_id,
             **sampling,
         )
-        receiver = None if result_handler is None else (result_handler, asyncio.get_running_loop())
+        receiver = None if result_handler is None else _receiver(result_handler)
+        check_timeout("queue_timeout", queue_timeout)
         if self._coordinator.is_driver and self._loop.submit_all([family], receiver, queue_timeout):
             return family[0].request_id
         self._refuses()
@@ -164,6 +166,7 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
         """
         if self._refuses():
             return None
+        check_timeout("queue_timeout", queue_timeout)
         families = [
             self._intake.family(
                 None,
@@ -224,13 +227,17 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
 
         Raises:
             KeyError: the id is unknown or its result was already delivered.
+            ValueError: the timeout is no number of seconds.
         """
+        check_timeout("timeout", timeout)
+        self._loop.refuse_in_engine_thread("get_result")
         if request_id is not None:
             return self._delivery.take(request_id, timeout)
         return self._delivery.take_next(timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Outputs as they come, until no request is outstanding; waits for the first request."""
+        self._loop.refuse_in_engine_thread("iteration")
         while (output := self._delivery.take_next(until_done=True)) is not None:
             yield output
 
@@ -240,6 +247,7 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
         Raises:
             KeyError: the id is unknown or its result was already delivered.
         """
+        self._loop.refuse_in_engine_thread("request_id_iter")
         return self._delivery.iterate(request_id)
 
     def register_result_handler(self, request_id: str, callback: ResultHandler) -> None:
@@ -249,9 +257,10 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
 
         Raises:
             KeyError: the id is unknown or its result was already delivered.
+            TypeError: the callback is no plain function.
             RuntimeError: no event loop is running in this thread.
         """
-        self._delivery.attach(request_id, (callback, asyncio.get_running_loop()))
+        self._delivery.attach(request_id, _receiver(callback))
 
     # Inside
 
@@ -265,3 +274,13 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
 
     def _name(self) -> str:
         return self._intake.name()
+
+
+def _receiver(handler: Any) -> Receiver:
+    """The handler on the event loop that runs in this thread."""
+    if not callable(handler) or inspect.iscoroutinefunction(handler):
+        raise TypeError(f"the result handler is {handler!r}: it must be a plain function of one output")
+    try:
+        return handler, asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError("a result handler runs on an event loop, and none is running in this thread") from None

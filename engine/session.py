@@ -20,6 +20,7 @@ from engine.core import EngineCore
 from engine.delivery import Delivery
 from engine.distributed.coordinator import Coordinator
 from engine.execution.threads import release_openmp_threads
+from engine.intake import check_timeout
 from engine.loop import EngineLoop, describe_error
 from engine.settings import Settings
 
@@ -116,6 +117,7 @@ class Sessions:
         if not self._loop.was_started:
             logger.warning("the manager was never started; stop() has no effect")
             return
+        check_timeout("timeout", timeout)
         self._loop.refuse_inside_pause("stop")
         asked = time.monotonic()
         self._loop.stop(now=hard_stop)
@@ -132,6 +134,7 @@ class Sessions:
         """
         if not self._loop.was_started or self._loop.in_engine_thread:
             return
+        check_timeout("timeout", timeout)
         self._loop.refuse_inside_pause("join")
         asked = time.monotonic() if stop_trigger_time is None else stop_trigger_time
         if not self._loop.join(timeout):

@@ -54,7 +54,7 @@ class WaitingRoom:
         woken = threading.Event()
         ticket = self._line_up(count, woken.set)
         try:
-            woken.wait(timeout)
+            woken.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
             return self._outcome(ticket, timeout)
         except BaseException:
             self._withdraw(ticket)

@@ -21,7 +21,7 @@ from engine.execution.input_batch import PromptPart, make_input_batch
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.paths import DecodePath, MixedPath, PathSizes
 from engine.model.packed import refresh_packed
-from engine.model.shadow import attention_of, model_facts
+from engine.model.shadow import ParameterSource, attention_of, model_facts
 from engine.ops import make_ops
 from engine.ops.interface import Ops
 from engine.outputs import StepOutput
@@ -100,6 +100,7 @@ class ModelRunner:
         ops: operations bound to `kv`; None makes those of the model's device.
         kv: the cache, with a trash block; None allocates one.
         graph_backend: records steps; None takes CUDA graphs on CUDA, and records nothing elsewhere.
+        source: where the parameters of `model` come from, if they may be replaced.
 
     Raises:
         NotImplementedError: the engine cannot run this architecture; found by running one token.
@@ -114,8 +115,10 @@ class ModelRunner:
         ops: Ops | None = None,
         kv: KVTensors | None = None,
         graph_backend: GraphBackend | None = None,
+        source: ParameterSource | None = None,
     ) -> None:
         self._model = model
+        self._source = source
         self._facts = facts = model_facts(model)
         self._sampler = sampler or Sampler(facts.vocab_size)
         self._device = next(model.parameters()).device
@@ -192,7 +195,17 @@ class ModelRunner:
         self._dry_run(1)
 
     def refresh_weights(self) -> None:
-        """Makes what was written into the weights since the last call count. Only while no step runs."""
+        """Makes what was written into the weights since the last call, or put in their place, count.
+
+        Only while no step runs.
+
+        Raises:
+            RuntimeError: parameters were replaced by others that do not fit, or that recorded steps do not know.
+        """
+        if self._source is not None and self._source.follow() and self._replays:
+            raise RuntimeError(
+                "parameters were replaced, and recorded steps read the old ones: write into them instead"
+            )
         refresh_packed(self._model)
 
     def _allocate(self, settings: Settings) -> KVTensors:
@@ -216,6 +229,7 @@ class ModelRunner:
         for kind, wanted, recorder in zip(("mixed", "decode-only"), settings.graphs, recorders, strict=True):
             if wanted and recorder is None:
                 logger.warning("%s steps are not replayed: the operations of this device have no fixed shapes", kind)
+        self._replays = any(recorders)
         self._num_input_sets = 2 if settings.async_batching and any(recorders) else 1
         self._mixed = MixedPath(*self._path_parts(settings.mixed_compile, recorders[0], settings.max_batch_tokens))
         self._decode: DecodePath | None = None

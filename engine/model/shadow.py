@@ -41,7 +41,7 @@ _ASKED = "_attention_asked_for"
 def make_shadow(model: PreTrainedModel) -> nn.Module:
     """Copies the modules and the config of `model`; parameters and buffers stay the same tensors.
 
-    Replacing a parameter of `model` by another object (not: writing into it) is not seen by the copy.
+    A parameter of `model` that is replaced by another object (not: written into) is seen through `ParameterSource`.
 
     Returns:
         The copy in eval mode, whose layers call the engine's attention function.
@@ -70,6 +70,49 @@ def _shared_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if not _adapts(getattr(module, "rope_type", None)):
             yield from module.buffers(recurse=False)
+
+
+class ParameterSource:
+    """Keeps the parameters of a shadow those of the model it was made from.
+
+    What is written into a parameter needs nothing; a parameter that was replaced by another object does
+    (`load_state_dict(assign=True)`, `module.weight = ...`, another module in the place of one).
+    """
+
+    def __init__(self, model: nn.Module, shadow: nn.Module) -> None:
+        self._model, self._shadow = model, shadow
+        self._shapes = _shapes(model)
+
+    def follow(self) -> bool:
+        """Take over replaced parameters; whether there were any.
+
+        Raises:
+            RuntimeError: the parameters differ from before in name, shape, dtype or device.
+        """
+        shapes = _shapes(self._model)
+        if shapes != self._shapes:
+            differing = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
+            raise RuntimeError(
+                f"{len(differing)} parameters of the model, the first {differing[0]!r}, have another name, shape, "
+                "dtype or device than when the engine was built: make a new manager"
+            )
+        shadowed = dict(self._shadow.named_parameters(remove_duplicate=False))
+        replaced = {
+            name: parameter
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter is not shadowed[name]
+        }
+        for name, parameter in replaced.items():
+            owner, _, own_name = name.rpartition(".")
+            self._shadow.get_submodule(owner)._parameters[own_name] = parameter
+        return bool(replaced)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (tuple(parameter.shape), parameter.dtype, parameter.device)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def model_facts(model: nn.Module) -> ModelFacts:

@@ -35,9 +35,13 @@ def _integer(low: int | None, high: int | None = None) -> Argument:
 
 def _number(accepts: Callable[[float], bool], expected: str) -> Argument:
     def read(name: str, value: Any, vocab_size: int | None) -> float:
-        if not _is_number(value) or not accepts(float(value)):
-            raise ValueError(f"{name} is {value!r}: it must be a number {expected}")
-        return float(value)
+        try:
+            number = float(value) if _is_number(value) else math.nan
+        except OverflowError:  # an integer beyond every float
+            number = math.inf
+        if not accepts(number):
+            raise ValueError(f"{name} is {value!r:.40}: it must be a number {expected}")
+        return number
 
     return read
 

@@ -111,7 +111,7 @@ class EditsBuilder:
         if params.constraint is not None:
             try:
                 self._constrain(row, params.constraint.allowed(request.output_ids))
-            except Exception as error:  # the constraint is the caller's code: only its own request may suffer
+            except BaseException as error:  # the constraint is the caller's code: only its own request may suffer
                 self.errors[row] = f"the constraint failed: {type(error).__name__}: {error}"
 
     def build(self) -> LogitEdits | None:
