@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     )
     from engine.manager import ContinuousBatchingManager
     from engine.outputs import GenerationOutput
-    from engine.request import FinishReason, RequestStatus
+    from engine.request import FinishReason, RequestStatus, TokenLogprobs
+    from engine.sampling.constraint import TokenConstraint
     from engine.spelling import install, uninstall
 
 __version__ = "0.1.0"
@@ -36,6 +37,8 @@ _HOME = {
     "GenerationOutput": "engine.outputs",
     "FinishReason": "engine.request",
     "RequestStatus": "engine.request",
+    "TokenConstraint": "engine.sampling.constraint",
+    "TokenLogprobs": "engine.request",
 }
 
 __all__ = [
@@ -44,6 +47,8 @@ __all__ = [
     "FinishReason",
     "GenerationOutput",
     "RequestStatus",
+    "TokenConstraint",
+    "TokenLogprobs",
     "WorkloadHints",
     "continuous_batching_context_manager",
     "destroy_cached_continuous_batching_manager",

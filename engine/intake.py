@@ -18,15 +18,12 @@ from engine.outputs import GenerationOutput
 from engine.request import FinishReason, Request, RequestStatus
 from engine.sampling.params import SamplingParams, sibling_params
 from engine.sampling.random import derive_seed
-from engine.sampling.resolve import make_params
+from engine.sampling.resolve import make_params, num_return_sequences
 from engine.settings import Settings
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig
-
-
-_MAX_SEQUENCES = 4096  # of one request: they are made at once, in the caller's thread
 
 
 class Intake:
@@ -130,15 +127,8 @@ class Intake:
         return [first, *(self._sibling(first, index) for index in range(1, count))]
 
     def num_sequences(self, asked: int | None = None) -> int:
-        """Sequences of one request. Raises ValueError unless that is an integer of at least 1."""
-        asked = self.generation_config.num_return_sequences if asked is None else asked
-        count = 1 if asked is None else _integer(asked, "num_return_sequences", 1)
-        if count > _MAX_SEQUENCES:
-            raise ValueError(
-                f"num_return_sequences is {count}, {count - _MAX_SEQUENCES} more than the limit of {_MAX_SEQUENCES}: "
-                "submit the prompt several times"
-            )
-        return count
+        """Sequences of one request: as asked, else the generation config's. Raises ValueError for what is no count."""
+        return num_return_sequences(self.generation_config, {"num_return_sequences": asked})
 
     def request(
         self,
@@ -274,9 +264,9 @@ def _boolean(value: Any, name: str) -> None:
         raise ValueError(f"{name} is {value!r}: it must be True or False")
 
 
-def _integer(value: Any, name: str, low: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or (low is not None and value < low):
-        raise ValueError(f"{name} is {value!r}: it must be an integer" + ("" if low is None else f" of at least {low}"))
+def _integer(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} is {value!r}: it must be an integer")
     return int(value)
 
 

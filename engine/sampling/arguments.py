@@ -15,6 +15,7 @@ from engine.sampling.constraint import TokenConstraint
 from engine.sampling.params import MAX_TOP_LOGPROBS
 
 MAX_LOGIT_BIAS = 100.0  # as in the OpenAI API
+_MAX_SEQUENCES = 4096  # of one request: they are made at once, in the caller's thread
 
 # (name, value, size of the vocabulary or None when it is not known) -> the value in its normal form
 Argument = Callable[[str, Any, int | None], Any]
@@ -162,7 +163,7 @@ FREE_ARGUMENTS: dict[str, Argument] = {
     "eos_token_id": _eos,
     "ignore_eos": _boolean,
     "stop_token_ids": _tokens,
-    "num_return_sequences": _integer(1),
+    "num_return_sequences": _integer(1, _MAX_SEQUENCES),
     "logprobs": _boolean,
     "top_logprobs": _integer(0, MAX_TOP_LOGPROBS),
     "raw_logprobs": _boolean,
