@@ -221,9 +221,12 @@ def test_router_has_not_loaded_torch(tiny_app: App, client: Client) -> None:
 
 
 def test_O40_conversations_stay_where_they_began(tiny_app: App, client: Client, web: openai.OpenAI) -> None:
-    """Ten conversations of three turns: by HTTP, by this process's text handle and by its engine handle."""
-    at_home, homes = 0, set()
-    for number in range(10):
+    """Conversations of three turns, by HTTP and by this process's handle: ten, and more until each replica has some.
+
+    A conversation's home follows from the replicas' ids, which are random: ten of them may well share one.
+    """
+    number, at_home, homes = 0, 0, set()
+    while number < 10 or (len(homes) < 2 and number < 60):
         messages: list[Any] = [{"role": "user", "content": f"Conversation {number}. {OPENING}"}]
         home = None
         for turn in range(3):
@@ -238,7 +241,8 @@ def test_O40_conversations_stay_where_they_began(tiny_app: App, client: Client, 
             at_home += used == home
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
         homes.add(home)
-    assert at_home == 30
+        number += 1
+    assert at_home == 3 * number
     assert len(homes) == 2
 
 
@@ -270,7 +274,7 @@ def test_O40_every_body_form_is_routed(tiny_app: App, path_and_body: tuple[str, 
 
 
 def test_O40_another_process_chooses_the_same_replica(tiny_app: App, client: Client) -> None:
-    prompts = [[number, *range(200)] for number in range(1, 9)]
+    prompts = [[number, *range(200)] for number in range(1, 33)]  # all at one replica: once in 2 ** 31
     here = [client.generate_ids("tiny", prompt, max_new_tokens=1)["replica"] for prompt in prompts]
     code = f"""
 import json, ray
