@@ -1,7 +1,7 @@
-"""Builds the C++ source beside it on first use, with the system's compiler, and loads it.
+"""Builds the C++ sources beside it on first use, with the system's compiler, and loads them as one library.
 
-Called by `CpuOps`. The library is kept in the user's cache under a name that tells source, flags and processor, so that
-a later start, or another machine on the same home folder, never loads a wrong one. Knows nothing of torch.
+The library is kept in the user's cache under a name that tells sources, flags and processor, so that a later start, or
+another machine on the same home folder, never loads a wrong one. Knows nothing of torch, nor of what the sources do.
 """
 
 from __future__ import annotations
@@ -13,40 +13,46 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("paged_attention.cpp")
+FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
-_TIMEOUT_S = 300.0  # one second is usual
+_FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-Wall")
+_TIMEOUT_S = 300.0  # a few seconds are usual
 
 
 class BuildError(RuntimeError):
     """The library cannot be had here; the text says why."""
 
 
-def load_library() -> ctypes.CDLL:
-    """The compiled source, built if this machine has not built it yet.
+def load_library(*, flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """The compiled sources, built if this machine has not built them yet.
 
     With torch imported before, its OpenMP runtime serves the library too.
+
+    Args:
+        flags: more of the compiler's, for a library of its own: sanitizers, another instruction set.
 
     Raises:
         BuildError: no compiler, a compiler that fails, or a cache folder or library that cannot be used.
     """
-    path = library_path()
+    path = library_path(flags=flags)
     try:
         if not path.exists():
-            _compile(path)
+            _build(path, (*_FLAGS, *flags))
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} cannot be made or loaded ($CONVOY_CACHE chooses another folder): {error}") from error
 
 
-def library_path() -> Path:
-    """Where the library of this source belongs on this machine."""
-    key = hashlib.sha256(SOURCE.read_bytes())
-    key.update(repr((_FLAGS, platform.system(), platform.machine(), _processor())).encode())
-    return _cache_folder() / f"{SOURCE.stem}-{key.hexdigest()[:20]}.so"
+def library_path(*, flags: Sequence[str] = ()) -> Path:
+    """Where the library of these sources belongs on this machine."""
+    key = hashlib.sha256()
+    for source in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
+        key.update(source.name.encode() + source.read_bytes())
+    key.update(repr(((*_FLAGS, *flags), platform.system(), platform.machine(), _processor())).encode())
+    return _cache_folder() / f"convoy-{key.hexdigest()[:20]}.so"
 
 
 def _cache_folder() -> Path:
@@ -64,19 +70,35 @@ def _processor() -> str:
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
 
 
-def _compile(path: Path) -> None:
+def _build(path: Path, flags: Sequence[str]) -> None:
     """Of several processes that build at once each puts a whole file in place; the last one stays."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler is installed (looked for {', '.join(_COMPILERS)})")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        objects = {source: Path(folder, source.stem + ".o") for source in sorted(FOLDER.glob("*.cpp"))}
+        _run_all([[compiler, *flags, "-c", str(source), "-o", str(made)] for source, made in objects.items()])
         target = Path(folder, path.name)
-        command = [compiler, *_FLAGS, str(SOURCE), "-o", str(target)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{compiler} did not end within {_TIMEOUT_S:.0f} s") from error
-        if done.returncode != 0:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
+        _run_all([[compiler, *flags, "-shared", *map(str, objects.values()), "-o", str(target)]])
         target.replace(path)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Side by side; BuildError with the words of the first that fails."""
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        for command in commands
+    ]
+    try:
+        for process, command in zip(running, commands, strict=True):
+            try:
+                output, _ = process.communicate(timeout=_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                raise BuildError(f"{command[0]} did not end within {_TIMEOUT_S:.0f} s") from error
+            if process.returncode != 0:
+                raise BuildError(f"{' '.join(command)} failed:\n{output.strip()[-2000:]}")
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()

@@ -7,61 +7,25 @@
 // multiples of LANES in the row, whatever the page size and the window, so a result depends on nothing but the row.
 // No token at or beyond a row's length, or behind its window, is read.
 
+#include "simd.h"
+
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
-#if defined(__AVX512F__)
-#define LANES 16
+#if LANES == 16
 #define EVEN_ODD_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define EVEN_ODD_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
 #else
-#define LANES 8
 #define EVEN_ODD_LOW 0, 8, 1, 9, 2, 10, 3, 11
 #define EVEN_ODD_HIGH 4, 12, 5, 13, 6, 14, 7, 15
 #endif
 
 namespace {
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-struct Bf16 { uint16_t bits; };
-
 constexpr int HEADS = 4;  // query heads that share a register-resident pass over a tile
-constexpr float INF = std::numeric_limits<float>::infinity();
 
 // ---- Lanes
-
-inline Floats load(const float* from) {
-    Floats value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
-inline Floats load(const Bf16* from) {
-    Halves halves;
-    memcpy(&halves, from, sizeof halves);
-    return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-
-template <typename T>
-inline Floats load_first(const T* from, int count) {
-    T padded[LANES] = {};
-    memcpy(padded, from, count * sizeof(T));
-    return load(padded);
-}
-
-inline void store_first(float* to, Floats value, int count) { memcpy(to, &value, count * sizeof(float)); }
-
-inline void store_first(Bf16* to, Floats value, int count) {  // rounds to nearest even
-    Words bits = (Words)value;
-    Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    Halves halves = __builtin_convertvector(value == value ? rounded : bits >> 16 | 0x40, Halves);
-    memcpy(to, &halves, count * sizeof(Bf16));
-}
 
 inline Floats interleaved_sum(Floats a, Floats b) {
 #if defined(__clang__)
@@ -78,34 +42,6 @@ inline Floats sums_of_rows(Floats* rows) {
 #pragma GCC unroll 8
         for (int i = 0; i < half; i++) rows[i] = interleaved_sum(rows[i], rows[i + half]);
     return rows[0];
-}
-
-// e^x for x <= 0 to about 1 ulp: 2^n e^r with |r| <= ln(2)/2, Cephes' polynomial. Below -87: as -87. NaN stays NaN.
-inline Floats exp_negative(Floats x) {
-    x = x < -87.0f ? Floats{} - 87.0f : x;
-    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    Floats shifted = x * 1.44269504f + round;
-    Floats n = shifted - round;
-    Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (Floats)(((Ints)shifted << 23) + 0x3f800000);
-}
-
-// To about 1e-7. NaN stays NaN. Near 0 by Cephes' polynomial, since 1 - e^-2x has lost its digits there.
-inline Floats tanh_lanes(Floats x) {
-    Floats size = x < 0.0f ? -x : x, e = exp_negative(size * -2.0f), square = x * x;
-    Floats p = square * -5.70498872745e-3f + 2.06390887954e-2f;
-    p = p * square - 5.37397155531e-2f;
-    p = p * square + 1.33314422036e-1f;
-    p = p * square - 3.33332819422e-1f;
-    Floats large = (1.0f - e) / (1.0f + e);
-    large = x < 0.0f ? -large : large;
-    return size < 0.625f ? p * square * x + x : large;
 }
 
 // ---- One tile: LANES tokens of one KV head, G query heads, of which tokens [skip, count) are seen. Queries and outputs are [G][width] vectors.
