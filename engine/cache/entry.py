@@ -18,9 +18,8 @@ class Entry:
 
     Attributes:
         hashes: of its leading full blocks, as many as were asked for so far.
-        tables: its blocks, one table a group; None while it holds none. The lists stay the same while it runs, and
-            those of a request that was preempted are left as they are.
-        firsts: of each table, the first block held; what is before is the null block.
+        line: of the block tables; None while it holds no blocks.
+        firsts, ends: in each group it holds blocks [first, end) of its line; what is before is the null block.
         enough_tokens, enough_computed: nothing is to be taken while the request has no more tokens than the one, and
             nothing to be given back while it has computed less than the other.
         hashed_end: blocks before this one were hit, or hashed since the request was admitted.
@@ -30,8 +29,9 @@ class Entry:
 
     root: bytes
     hashes: list[bytes] = field(default_factory=list)
-    tables: list[list[int]] | None = None
+    line: int | None = None
     firsts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     enough_tokens: int = 0
     enough_computed: int = 0
     hashed_end: int = 0

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from engine.cache.block_pool import NULL_BLOCK, BlockPool
+from engine.cache.block_tables import BlockTables
 from engine.cache.entry import Entry
 from engine.cache.host_tier import HostTier
 from engine.cache.layout import Layout
@@ -19,7 +20,12 @@ Holders = dict[int, tuple[int, int, list[int]]]
 
 
 def check(
-    pool: BlockPool, host: HostTier, layout: Layout, entries: Mapping[str, Entry], live: Iterable[Request]
+    pool: BlockPool,
+    host: HostTier,
+    layout: Layout,
+    tables: BlockTables,
+    entries: Mapping[str, Entry],
+    live: Iterable[Request],
 ) -> None:
     """Raises RuntimeError naming what is broken.
 
@@ -35,8 +41,11 @@ def check(
         raise RuntimeError(f"requests that ended are still known: {sorted(unknown)}")
     counts: Counter[int] = Counter()
     holders: Holders = {}
+    lines = {entry.line: entry.ends for entry in entries.values() if entry.line is not None}
+    tables.check_integrity(list(lines), list(lines.values()))
     for request_id, entry in entries.items():
-        for group, table in enumerate(entry.tables or ()):
+        for group, end in enumerate(entry.ends if entry.line is not None else ()):
+            table = tables.read(group, entry.line, 0, end)  # type: ignore[arg-type]
             _check_table(pool, layout, requests[request_id], entry, group, table, holders)
             counts.update(table[entry.firsts[group] :])
     for block in range(1, pool.num_blocks + 1):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.cache import integrity
 from engine.cache.block_pool import NULL_BLOCK, BlockPool
+from engine.cache.block_tables import Blocks, BlockTables
 from engine.cache.entry import Entry, Refusal
 from engine.cache.groups import LayerGroup
 from engine.cache.host_tier import BlockCopies, HostTier
@@ -62,6 +63,7 @@ class KVCache:
         self._max_tokens = self._layout.longest_request(num_blocks)
         self._host = HostTier(host_slots)
         self._pool = BlockPool(num_blocks, on_evict=self._host.store)
+        self._tables = BlockTables(self._layout.num_groups)
         self._entries: dict[str, Entry] = {}
         self._refusal: Refusal | None = None
 
@@ -100,18 +102,29 @@ class KVCache:
     def holds(self, request: Request) -> bool:
         """Whether the request has been admitted and not released since."""
         entry = self._entries.get(request.request_id)
-        return entry is not None and entry.tables is not None
+        return entry is not None and entry.line is not None
 
-    def tables(self, request: Request) -> list[list[int]]:
-        """The live block tables of a running request, one a layer group.
+    @property
+    def block_tables(self) -> list[Blocks]:
+        """int32 [lines, width], one a layer group: the tables of all that runs, one line a request, no copies.
 
-        They grow, and entries turn to the null block as they fall behind a window, until the request is released.
+        A line holds the request's blocks, in groups with a window from the first that it still sees on, and otherwise
+        the null block. To be asked for again whenever blocks were taken.
+        """
+        return self._tables.arrays
+
+    def line(self, request: Request) -> int:
+        """Which line of `block_tables` is that of a running request; the same until it is released.
 
         Raises:
             KeyError: the request holds no blocks.
         """
-        _, tables = self._running(request)
-        return tables
+        return self._running(request)[1]
+
+    def tables(self, request: Request) -> list[list[int]]:
+        """Copies of the block tables of a running request, one a layer group. Raises as `line`."""
+        entry, line = self._running(request)
+        return [self._tables.read(group, line, 0, end) for group, end in enumerate(entry.ends)]
 
     # Waiting requests
 
@@ -137,7 +150,7 @@ class KVCache:
             until room was made or its prefix got longer.
         """
         entry = self._entry(request)
-        if entry.tables is not None:
+        if entry.line is not None:
             raise RuntimeError(f"request {request.request_id!r} already holds blocks")
         if self._is_still_refused(request, reserve):
             return False
@@ -163,23 +176,24 @@ class KVCache:
         Returns:
             False when too few blocks are free; then none is taken.
         """
-        entry, tables = self._running(request)
+        entry, line = self._running(request)
         if request.num_tokens <= entry.enough_tokens and request.computed < entry.enough_computed:
             return True
         layout = self._layout
         for group in layout.windowed_groups:
             start, first = entry.firsts[group], layout.first(group, request.computed)
-            behind = tables[group][start:first]
-            tables[group][start:first] = [NULL_BLOCK] * len(behind)
+            behind = self._tables.read(group, line, start, first)
+            self._tables.write(group, line, start, [NULL_BLOCK] * len(behind))
             entry.firsts[group] = first
             self._pool.release(behind)
         ends = [layout.end(group, request.computed, request.num_tokens) for group in range(layout.num_groups)]
-        missing = [max(0, end - len(table)) for table, end in zip(tables, ends, strict=True)]
+        missing = [max(0, end - held) for end, held in zip(ends, entry.ends, strict=True)]
         if sum(missing) > self._pool.num_free:
             return False
-        for table, count in zip(tables, missing, strict=True):
-            table += self._allocate(count)
-        self._note_enough(entry, tables)
+        for group, count in enumerate(missing):
+            self._tables.write(group, line, entry.ends[group], self._allocate(count))
+            entry.ends[group] += count
+        self._note_enough(entry)
         return True
 
     def mark_scheduled(self, request: Request, end: int) -> list[int]:
@@ -190,16 +204,18 @@ class KVCache:
         Returns:
             The blocks that got a hash; if the step fails they must lose it with `unhash`.
         """
-        entry, tables = self._running(request)
+        entry, line = self._running(request)
         first, last = entry.hashed_end, min(end, len(request.token_ids)) // self.page_size
         if first >= last or not self.sharing:
             return []
         hashed = []
+        completed = [self._tables.read(group, line, first, last) for group in range(self._layout.num_groups)]
         for index in range(first, last):
             own_hash = entry.hash(request.token_ids, index, self.page_size)
-            for group, table in enumerate(tables):
-                if table[index] != NULL_BLOCK and self._set_hash(table[index], (group, own_hash)):
-                    hashed.append(table[index])
+            for group, blocks in enumerate(completed):
+                block = blocks[index - first]
+                if block != NULL_BLOCK and self._set_hash(block, (group, own_hash)):
+                    hashed.append(block)
         entry.note_hashed(last)
         self._host.expect(hashed)
         return hashed
@@ -207,15 +223,16 @@ class KVCache:
     def release(self, request: Request) -> None:
         """Gives the blocks of a preempted request back; they stay findable until reused, the first ones longest."""
         entry = self._entries.get(request.request_id)
-        if entry is None or entry.tables is None:
+        if entry is None or entry.line is None:
             return
         held = [
             (index, block)
-            for table, first in zip(entry.tables, entry.firsts, strict=True)
-            for index, block in enumerate(table[first:], first)
+            for group, (first, end) in enumerate(zip(entry.firsts, entry.ends, strict=True))
+            for index, block in enumerate(self._tables.read(group, entry.line, first, end), first)
         ]
         self._pool.release([block for _, block in sorted(held, reverse=True)])
-        entry.tables = None
+        self._tables.give_back(entry.line, entry.ends)
+        entry.line = None
 
     def free(self, request: Request) -> None:
         """Gives back what the request holds, if anything, and forgets it."""
@@ -269,7 +286,7 @@ class KVCache:
         Args:
             live: every request that may be known to the cache.
         """
-        integrity.check(self._pool, self._host, self._layout, self._entries, live)
+        integrity.check(self._pool, self._host, self._layout, self._tables, self._entries, live)
 
     # Inside
 
@@ -279,11 +296,11 @@ class KVCache:
             entry = self._entries[request.request_id] = Entry(root_hash(request.salt))
         return entry
 
-    def _running(self, request: Request) -> tuple[Entry, list[list[int]]]:
+    def _running(self, request: Request) -> tuple[Entry, int]:
         entry = self._entries.get(request.request_id)
-        if entry is None or entry.tables is None:
+        if entry is None or entry.line is None:
             raise KeyError(f"request {request.request_id!r} holds no blocks")
-        return entry, entry.tables
+        return entry, entry.line
 
     def _max_hits(self, request: Request) -> int:
         """One token must be left to compute, so that there is something to sample from."""
@@ -324,7 +341,8 @@ class KVCache:
 
         Hits are secured before anything is allocated, which may evict both from the device and from the host.
         """
-        layout, tables, missing = self._layout, [], []
+        layout, missing = self._layout, []
+        tables: list[list[int]] = []
         entry.firsts = [layout.first(group, request.computed) for group in range(layout.num_groups)]
         for group, first in enumerate(entry.firsts):
             table = [NULL_BLOCK] * layout.end(group, request.computed, request.num_tokens)
@@ -344,12 +362,14 @@ class KVCache:
             if key is not None:
                 self._host.fill(block, key)
                 self._set_hash(block, key)
-        entry.tables = tables
-        self._note_enough(entry, tables)
+        entry.line, entry.ends = self._tables.take(), list(map(len, tables))
+        for group, table in enumerate(tables):
+            self._tables.write(group, entry.line, 0, table)
+        self._note_enough(entry)
 
-    def _note_enough(self, entry: Entry, tables: list[list[int]]) -> None:
+    def _note_enough(self, entry: Entry) -> None:
         layout = self._layout
-        entry.enough_tokens = min(map(len, tables)) * self.page_size
+        entry.enough_tokens = min(entry.ends) * self.page_size
         entry.enough_computed = min(layout.behind_at(group, first) for group, first in enumerate(entry.firsts))
 
     def _allocate(self, count: int) -> list[int]:

@@ -107,7 +107,8 @@ def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *,
         starts=starts,
         counts=counts,
         offsets=offsets,
-        block_tables=_by_group(batch.block_tables, order.tolist()) if cached else None,
+        block_tables=batch.block_tables if cached else None,
+        table_of=np.array(batch.table_of, dtype=np.int64)[order],
         num_single=int(single.sum()),
     )
     return InputBatch(
@@ -126,10 +127,10 @@ def pad(inputs: InputBatch, num_tokens: int, trash_block: int, page_size: int) -
     if not missing:
         return inputs
     rows = inputs.rows
-    tables = rows.block_tables
+    tables, table_of = rows.block_tables, np.append(rows.table_of, 0)
     if tables is not None:
-        padding = [trash_block] * -(-missing // page_size)
-        tables = [[*group, padding] for group in tables]
+        tables = [_with_trash(group[rows.table_of], -(-missing // page_size), trash_block) for group in tables]
+        table_of = np.arange(len(table_of))
     return replace(
         inputs,
         input_ids=np.concatenate([inputs.input_ids, np.zeros(missing, dtype=np.int64)]),
@@ -139,6 +140,7 @@ def pad(inputs: InputBatch, num_tokens: int, trash_block: int, page_size: int) -
             counts=np.append(rows.counts, missing),
             offsets=np.append(rows.offsets, inputs.num_tokens),
             block_tables=tables,
+            table_of=table_of,
             num_single=rows.num_single,
         ),
     )
@@ -171,6 +173,10 @@ def _carried(unknown: list[tuple[int, Request]], previous: Sequence[Request]) ->
     )
 
 
-def _by_group(tables: list[list[list[int]]], order: list[int]) -> list[list[list[int]]]:
-    """[row][group] in the batch's order -> [group][row] in packed order."""
-    return [[tables[row][group] for row in order] for group in range(len(tables[0]))]
+def _with_trash(table: np.ndarray, num_blocks: int, trash_block: int) -> np.ndarray:
+    """int32 [rows, width] and below it a line that is `num_blocks` times the trash block."""
+    lines, width = table.shape
+    longer = np.zeros((lines + 1, max(width, num_blocks)), dtype=np.int32)
+    longer[:-1, :width] = table
+    longer[-1, :num_blocks] = trash_block
+    return longer

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -256,8 +257,9 @@ class ModelRunner:
     def _dry_batch(self, tokens: int) -> ScheduledBatch:
         """One request of the engine's own, all in the trash block."""
         request = Request("dry-run", [0] * tokens, tokens, SamplingParams(max_new_tokens=1))
-        table = [self._sizes.trash_block] * -(-tokens // self._sizes.page_size)
-        return ScheduledBatch([request], [0], [tokens], [[table] * self._num_groups], [0])
+        width = -(-tokens // self._sizes.page_size)
+        table = np.full((1, width), self._sizes.trash_block, dtype=np.int32)
+        return ScheduledBatch([request], [0], [tokens], [0], [table] * self._num_groups, [0])
 
     def _launch(self, batch: ScheduledBatch, previous: Pending | None = None, *, cached: bool = True) -> Pending:
         inputs = make_input_batch(batch, previous.requests if previous else (), cached=cached)

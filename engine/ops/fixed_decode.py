@@ -49,16 +49,18 @@ def plan_fixed(planner: Planner, rows: PackedRows, num_rows: int, max_blocks: in
     sizes = starts // planner.page + 1
     if sizes.max() > max_blocks:
         raise ValueError(f"a row of {sizes.max()} blocks does not fit a plan of {max_blocks} blocks a row")
-    blocks = np.zeros((num_rows, max_blocks), dtype=np.int64)
+    blocks = np.zeros((num_rows, max_blocks), dtype=np.int32)
+    width = min(max_blocks, tables.shape[1])
+    blocks[:count, :width] = tables[rows.table_of, :width]
+    blocks[np.arange(max_blocks) >= sizes[:, None]] = 0
     blocks[count:, 0] = trash
-    for line, table, size in zip(blocks, tables, sizes.tolist(), strict=False):
-        line[:size] = table[:size]
-    padded = PackedRows(starts, np.ones_like(starts), np.arange(num_rows), None, num_rows)
+    each = np.arange(num_rows)
+    padded = PackedRows(starts, np.ones_like(starts), each, None, each, num_rows)
     hidden = np.arange(max_blocks * planner.page) > starts[:, None]
     bias = np.where(hidden, -np.inf, 0.0)[:, None, None]
     return FixedPlan(
-        slots=planner.slots(padded, [line[:size].tolist() for line, size in zip(blocks, sizes, strict=True)]),
-        begun=planner.tensor(np.where(starts % planner.page == 0, blocks[np.arange(num_rows), sizes - 1], trash)),
+        slots=planner.slots(padded, blocks),
+        begun=planner.tensor(np.where(starts % planner.page == 0, blocks[each, sizes - 1], trash).astype(np.int64)),
         index=planner.lines(blocks),
         hidden=planner.tensor(hidden[:, None, :, None]),
         bias=planner.tensor(bias).to(planner.dtype),

@@ -23,16 +23,21 @@ class PackedRows:
         starts: int64 [rows], tokens of the row in the cache before this step.
         counts: int64 [rows], tokens of the row in this step.
         offsets: int64 [rows], where the row's tokens begin in the packed order.
-        block_tables: block_tables[group][row] covers at least the row's context after this step; in groups with a
-            window, blocks that lie wholly behind it are 0. None: nothing is read from or written to the cache, and
-            every start is 0.
+        block_tables: one int32 array [lines, width] a layer group, all C-contiguous and of one shape. They are the
+            engine's own, without a copy: read them while the step is planned and run, change nothing. None: nothing is
+            read from or written to the cache, and every start is 0.
+        table_of: int64 [rows], the line of `block_tables` that is the row's, the same in every group. Its first
+            ceil((start + count) / page) entries are the blocks of the row's context after this step; in groups with a
+            window, those that lie wholly behind it are 0. What follows in the line are blocks for later steps, or 0.
+            Lines of no row exist; no two rows have the same one.
         num_single: rows of one token.
     """
 
     starts: np.ndarray
     counts: np.ndarray
     offsets: np.ndarray
-    block_tables: list[list[list[int]]] | None
+    block_tables: list[np.ndarray] | None
+    table_of: np.ndarray
     num_single: int
 
 

@@ -6,7 +6,6 @@ that a row still sees are read. Computes on the host; knows no layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,58 +69,50 @@ class GroupPlan:
 
 
 class Planner:
-    """Makes the parts of a `GroupPlan` for one cache. `tables` are the block tables of one group, in packed order."""
+    """Makes the parts of a `GroupPlan` for one cache. `tables` is the group's array in `PackedRows.block_tables`."""
 
     def __init__(self, kv: KVTensors) -> None:
         self.heads, self.page = kv.num_kv_heads, kv.page_size
         self.dtype, self.device = kv.dtype, kv.device
         self._page_bytes = kv.page_size * kv.num_kv_heads * kv.head_dim * kv.dtype.itemsize
 
-    def slots(self, rows: PackedRows, tables: Sequence[list[int]]) -> torch.Tensor:
+    def slots(self, rows: PackedRows, tables: np.ndarray) -> torch.Tensor:
         """Where the step's tokens are written.
 
         Raises:
             ValueError: a token has no block.
         """
-        page = self.page
-        heads, tails = rows.starts // page, (rows.starts + rows.counts - 1) // page
-        touched = np.array(
-            [block for table, head, tail in zip(tables, heads, tails, strict=True) for block in table[head : tail + 1]]
-        )
-        sizes = tails - heads + 1
-        if len(touched) != sizes.sum() or not touched.all():
-            raise ValueError("a block table does not cover the tokens of its row")
-        before = np.cumsum(sizes) - sizes
         positions = np.arange(rows.counts.sum()) + np.repeat(rows.starts - rows.offsets, rows.counts)
-        blocks = touched[np.repeat(before - heads, rows.counts) + positions // page]
+        pages, places = np.divmod(positions, self.page)
+        if len(pages) and pages.max() >= tables.shape[1]:
+            raise ValueError("a block table does not cover the tokens of its row")
+        blocks = tables[np.repeat(rows.table_of, rows.counts), pages]
+        if not blocks.all():
+            raise ValueError("a block table does not cover the tokens of its row")
         lines = blocks * self.heads + np.arange(self.heads)[:, None]
-        return self.tensor((lines * page + positions % page).reshape(-1))
+        return self.tensor((lines * self.page + places).reshape(-1))
 
-    def begun(self, rows: PackedRows, tables: Sequence[list[int]]) -> torch.Tensor | None:
+    def begun(self, rows: PackedRows, tables: np.ndarray) -> torch.Tensor | None:
         """Blocks whose rest must be cleared, because it will be read before it is written."""
         ends = rows.starts + rows.counts
         last_pages = (ends - 1) // self.page
-        begun = np.flatnonzero((last_pages * self.page >= rows.starts) & (ends % self.page != 0))
-        if not len(begun):
-            return None
-        pairs = zip(begun.tolist(), last_pages[begun].tolist(), strict=True)
-        return self.tensor(np.array([tables[row][page] for row, page in pairs]))
+        begun = (last_pages * self.page >= rows.starts) & (ends % self.page != 0)
+        return self.tensor(tables[rows.table_of[begun], last_pages[begun]].astype(np.int64)) if begun.any() else None
 
-    def chunks(self, rows: PackedRows, tables: Sequence[list[int]] | None, window: int | None) -> list[Chunk]:
+    def chunks(self, rows: PackedRows, tables: np.ndarray | None, window: int | None) -> list[Chunk]:
         """The rows of several tokens; without tables all rows, which then start at 0."""
-        heads = first_seen(rows.starts, window) // self.page
-        tails = -(-(rows.starts + rows.counts) // self.page)
         chunks = []
         for row in range(0 if tables is None else rows.num_single, len(rows.starts)):
-            first, start = int(rows.offsets[row]), int(rows.starts[row])
-            chunk = Chunk(first, first + int(rows.counts[row]), start)
+            first, start, count = int(rows.offsets[row]), int(rows.starts[row]), int(rows.counts[row])
+            chunk = Chunk(first, first + count, start)
             if start and tables is not None:
-                chunk.index = self.lines(np.array([tables[row][heads[row] : tails[row]]]))
-                chunk.base = int(heads[row]) * self.page
+                head = (0 if window is None else max(0, start - window + 1)) // self.page
+                seen = tables[rows.table_of[row], head : -(-(start + count) // self.page)]
+                chunk.index, chunk.base = self.lines(seen[None]), head * self.page
             chunks.append(chunk)
         return chunks
 
-    def buckets(self, rows: PackedRows, tables: Sequence[list[int]], window: int | None) -> list[Bucket]:
+    def buckets(self, rows: PackedRows, tables: np.ndarray, window: int | None) -> list[Bucket]:
         """The rows of one token; greedy in their order, so that neighbours have contexts of similar length."""
         starts = rows.starts[: rows.num_single]
         heads = first_seen(starts, window) // self.page
@@ -139,23 +130,17 @@ class Planner:
                     break
                 height, read, last = taller, more, last + 1
             span = slice(first, last)
-            buckets.append(self._bucket(span, starts[span], heads[span], height, tables[span], window))
+            buckets.append(self._bucket(rows, span, heads[span], height, tables, window))
             first = last
         return buckets
 
     def _bucket(
-        self,
-        span: slice,
-        starts: np.ndarray,
-        heads: np.ndarray,
-        height: int,
-        tables: Sequence[list[int]],
-        window: int | None,
+        self, rows: PackedRows, span: slice, heads: np.ndarray, height: int, tables: np.ndarray, window: int | None
     ) -> Bucket:
-        blocks = np.zeros((len(starts), height), dtype=np.int64)  # padded with the null block
-        for line, start, head, table in zip(blocks, starts.tolist(), heads.tolist(), tables, strict=True):
-            seen = table[head : start // self.page + 1]
-            line[: len(seen)] = seen
+        starts = rows.starts[span]
+        pages = heads[:, None] + np.arange(height)
+        blocks = tables[rows.table_of[span, None], np.minimum(pages, tables.shape[1] - 1)]
+        blocks = np.where(pages <= (starts // self.page)[:, None], blocks, 0)  # padded with the null block
         first = heads * self.page
         hidden = np.arange(height * self.page) > (starts - first)[:, None]
         behind = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
@@ -62,7 +63,7 @@ class TorchOps:
         pairs = zip(rows.block_tables, self._windows, strict=True)
         return [self._plan_group(rows, tables, window) for tables, window in pairs]
 
-    def _plan_group(self, rows: PackedRows, tables: list[list[int]], window: int | None) -> GroupPlan:
+    def _plan_group(self, rows: PackedRows, tables: np.ndarray, window: int | None) -> GroupPlan:
         planner = self._planner
         return GroupPlan(
             chunks=planner.chunks(rows, tables, window),

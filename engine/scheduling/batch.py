@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.cache.block_tables import Blocks
 from engine.cache.host_tier import BlockCopies
 from engine.request import Request
 
@@ -12,15 +13,16 @@ from engine.request import Request
 class ScheduledBatch:
     """The tokens of one step, one row a request.
 
-    Row i covers tokens [starts[i], starts[i] + counts[i]) of requests[i]; their K/V goes to the blocks of
-    block_tables[i], one table a layer group, whose first ceil((starts[i] + counts[i]) / page_size) entries hold the
-    row's whole context (in groups with a window: what the row still sees of it, behind that the null block).
+    Row i covers tokens [starts[i], starts[i] + counts[i]) of requests[i]; their K/V goes to the blocks of its block
+    table, line table_of[i] of each group's array, whose first ceil((starts[i] + counts[i]) / page_size) entries hold
+    the row's whole context (in groups with a window: what the row still sees of it, behind that the null block).
 
     Attributes:
         requests: scheduled requests, each once.
         starts: tokens of the request that are in the cache before this step.
         counts: tokens of the request in this step, at least 1.
-        block_tables: the request's live block tables, one a layer group (no copies: valid until the next schedule).
+        table_of: each row's line of the block tables.
+        block_tables: int32 [lines, width], one a layer group: no copies, valid until the next schedule.
         sampled: rows whose last known token is in this step, ascending; each yields one token.
         hashed: blocks that became findable by this step, and must not be if it fails.
         copies: between device and host, to run before the step.
@@ -30,7 +32,8 @@ class ScheduledBatch:
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    block_tables: list[list[list[int]]] = field(default_factory=list)
+    table_of: list[int] = field(default_factory=list)
+    block_tables: list[Blocks] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
     hashed: list[int] = field(default_factory=list)
     copies: BlockCopies | None = None

@@ -136,6 +136,7 @@ class Scheduler:
             if not preempted:
                 self._admit_waiting(batch, budget)
         if batch:
+            batch.block_tables = self.cache.block_tables
             batch.copies = self.cache.take_copies()
         return batch
 
@@ -260,7 +261,7 @@ class Scheduler:
         batch.requests.append(request)
         batch.starts.append(start)
         batch.counts.append(count)
-        batch.block_tables.append(self.cache.tables(request))
+        batch.table_of.append(self.cache.line(request))
         batch.hashed += self.cache.mark_scheduled(request, end)
         request.computed = end
         request.unknown += is_last

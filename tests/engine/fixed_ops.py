@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class FixedOps:
         plan = self._empty(num_rows, num_rows * max_blocks * self._page, (num_rows, max_blocks))
         for row in range(num_rows):
             real = row < len(rows.starts)
-            table = rows.block_tables[0][row] if real else [self._trash]
+            table = rows.block_tables[0][rows.table_of[row]] if real else [self._trash]
             end = int(rows.starts[row]) + 1 if real else 1
             assert end <= max_blocks * self._page
             first = row * max_blocks * self._page
@@ -64,7 +64,7 @@ class FixedOps:
         self.mixed_shapes.append((num_tokens, num_kv, num_rows))
         assert rows.block_tables is not None and len(rows.starts) <= num_rows and rows.counts.sum() == num_tokens
         plan, first = self._empty(num_tokens, num_kv, (num_tokens, num_kv)), 0
-        for row, table in enumerate(rows.block_tables[0]):
+        for row, table in enumerate(rows.block_tables[0][rows.table_of]):
             start, end = int(rows.starts[row]), int(rows.starts[row] + rows.counts[row])
             self._fill(plan, int(rows.offsets[row]), first, table, start, end)
             first += end
@@ -75,7 +75,7 @@ class FixedOps:
         integers = torch.zeros(tokens, dtype=torch.int64), torch.zeros(kv, dtype=torch.int64)
         return FixedPlan(*integers, torch.zeros(tokens, kv, dtype=torch.bool), widths)
 
-    def _fill(self, plan: FixedPlan, token: int, first: int, table: list[int], start: int, end: int) -> None:
+    def _fill(self, plan: FixedPlan, token: int, first: int, table: Sequence[int], start: int, end: int) -> None:
         positions = np.arange(end)
         slots = torch.from_numpy(np.array(table)[positions // self._page] * self._page + positions % self._page)
         plan.reads[first : first + end] = slots

@@ -19,6 +19,7 @@ from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
 from engine.settings import Settings
+from tests.engine.tables import set_tables
 
 PAGE = 16
 
@@ -97,7 +98,7 @@ class Rows:
                 batch.sampled.append(len(batch.requests))
             batch.requests.append(request)
             batch.counts.append(count)
-            batch.block_tables.append(self.tables[row])
+        set_tables(batch, [self.tables[row] for row in counts])
         return batch
 
     def step(self, counts: dict[int, int]) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from engine.request import FinishReason, Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
+from tests.engine.tables import tables_of
 
 VOCAB = 3
 GARBAGE = (-1, -1)
@@ -119,7 +120,8 @@ class Pages:
     def run(self, batch: ScheduledBatch, garbage: bool = False) -> None:
         """Copies, then all rows write, then all rows attend. With garbage nonsense is written and nobody attends."""
         self.copy(batch.copies, garbage)
-        rows = list(zip(batch.requests, batch.block_tables, batch.starts, batch.counts, strict=True))
+        tables = [tables_of(batch, row) for row in range(len(batch.requests))]
+        rows = list(zip(batch.requests, tables, batch.starts, batch.counts, strict=True))
         for request, tables, start, count in rows:
             self.write(request, tables, start, start + count, garbage)
         if not garbage:
@@ -167,8 +169,11 @@ class Engine:
         return request
 
     def step(self) -> ScheduledBatch:
+        """The batch, with its block tables as they were when it ran."""
         batch = self.scheduler.schedule()
+        tables = [array.copy() for array in batch.block_tables]
         self.complete(batch)
+        batch.block_tables = tables
         return batch
 
     def complete(self, batch: ScheduledBatch) -> None:

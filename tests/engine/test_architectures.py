@@ -24,6 +24,7 @@ from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
 from engine.settings import Settings
 from tests.architectures import ARCHITECTURES, VISION, VOCAB, WINDOW, build
+from tests.engine.tables import set_tables
 
 NUM_BLOCKS = 200
 
@@ -96,7 +97,7 @@ class Rows:
                 batch.sampled.append(len(batch.requests))
             batch.requests.append(request)
             batch.counts.append(count)
-            batch.block_tables.append(self.tables[row])
+        set_tables(batch, [self.tables[row] for row in counts])
         pending = self.runner.launch(batch)
         for request, logits in zip(pending.requests, pending.logits, strict=True):
             self.logits[int(request.request_id)].append((request.computed - 1, logits.clone()))

@@ -121,6 +121,7 @@ class CacheMachine(RuleBasedStateMachine):
         for request in self.admit(most, reserve, in_order):
             self.add_row(batch, request, counts[-1])
         if batch:
+            batch.block_tables = self.cache.block_tables
             batch.copies = self.cache.take_copies()
         return batch
 
@@ -130,8 +131,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.running.remove(request)
             cache.free(request)
             return
-        tables = cache.tables(request)
-        before = [list(table) for table in tables]
+        line, before = cache.line(request), cache.tables(request)
         mine = set().union(*before) - {0}
         seen = [self.held(window, c, request.num_tokens) for window in self.windows]
         keep = {table[i] for table, held in zip(before, seen, strict=True) for i in held if i < len(table)}
@@ -139,8 +139,8 @@ class CacheMachine(RuleBasedStateMachine):
         missing = sum(i >= len(table) for table, held in zip(before, seen, strict=True) for i in held)
         fits = missing <= cache.num_free_blocks + len(lost)
         assert cache.grow(request) == fits
-        assert all(now is table for now, table in zip(cache.tables(request), tables, strict=True))
-        for table, old, held in zip(tables, before, seen, strict=True):
+        assert cache.line(request) == line
+        for table, old, held in zip(cache.tables(request), before, seen, strict=True):
             assert [i for i, block in enumerate(table) if block] == [i for i in held if fits or i < len(old)]
             assert all(table[i] == old[i] for i in held if i < len(old))
         if not fits:
@@ -196,7 +196,7 @@ class CacheMachine(RuleBasedStateMachine):
         batch.requests.append(request)
         batch.starts.append(start)
         batch.counts.append(end - start)
-        batch.block_tables.append(self.cache.tables(request))
+        batch.table_of.append(self.cache.line(request))
         tables, size, chain = self.cache.tables(request), self.cache.page_size, self.chain(request)
         batch.hashed += self.cache.mark_scheduled(request, end)
         for index in range(start // size, min(end // size, len(chain)) if self.cache.sharing else 0):

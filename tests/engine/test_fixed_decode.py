@@ -16,6 +16,7 @@ from engine.ops.eager_ops import EagerOps
 from engine.ops.fixed_decode import FixedPlan
 from engine.ops.interface import PackedRows
 from engine.ops.torch_ops import TorchOps
+from tests.engine.tables import packed_rows
 
 PAGE, HEADS, KV_HEADS, DIM, BLOCKS = 4, 6, 2, 16, 60
 TRASH = BLOCKS  # the last block
@@ -48,7 +49,7 @@ class Cache:
     @property
     def rows(self) -> PackedRows:
         count = len(self.lengths)
-        return PackedRows(np.array(self.lengths) - 1, np.ones(count, np.int64), np.arange(count), [self.tables], count)
+        return packed_rows(np.array(self.lengths) - 1, np.ones(count, np.int64), np.arange(count), [self.tables], count)
 
     def run(self, plan: object, rows: int, **rule: object) -> torch.Tensor:
         """Writes and attends; the tokens of the first rows are the same in every call."""
@@ -119,7 +120,7 @@ def test_steps_of_both_kinds_follow_each_other() -> None:
         tensor[1:] = math.nan
     ops, tables, seen = TorchOps(kv), [[5, 2, 7]], []
     for start in range(12):
-        rows = PackedRows(np.array([start]), np.array([1]), np.array([0]), [tables], 1)
+        rows = packed_rows(np.array([start]), np.array([1]), np.array([0]), [tables], 1)
         plan = ops.plan(rows) if start % 3 else ops.plan_decode(rows, 2, 3)
         tokens = 1 if start % 3 else 2
         query, key = (torch.randn(heads, tokens, DIM, generator=generator) for heads in (HEADS, KV_HEADS))
@@ -137,7 +138,7 @@ def test_what_does_not_fit_is_refused() -> None:
         cache.ops.plan_decode(cache.rows, 2, MAX_BLOCKS)
     with pytest.raises(ValueError, match="a row of 6 blocks does not fit a plan of 5"):
         cache.ops.plan_decode(cache.rows, NUM_ROWS, 5)
-    longer = PackedRows(np.array([0]), np.array([2]), np.array([0]), [[[1]]], 0)
+    longer = packed_rows(np.array([0]), np.array([2]), np.array([0]), [[[1]]], 0)
     with pytest.raises(ValueError, match="one token"):
         cache.ops.plan_decode(longer, NUM_ROWS, MAX_BLOCKS)
 
@@ -150,4 +151,4 @@ def test_which_ops_have_such_plans() -> None:
     ops = TorchOps(kv, [full, windowed])
     assert ops.supports_graphs == (False, False)
     with pytest.raises(NotImplementedError, match="sliding window"):
-        ops.plan_decode(PackedRows(*(np.zeros(0, np.int64),) * 3, [[], []], 0), 1, 1)
+        ops.plan_decode(packed_rows(*(np.zeros(0, np.int64),) * 3, [[], []], 0), 1, 1)

@@ -163,9 +163,10 @@ class Steps:
             batch.requests.append(request)
             batch.starts.append(request.computed)
             batch.counts.append(request.remaining)
-            batch.block_tables.append(self.cache.tables(request))
+            batch.table_of.append(self.cache.line(request))
             request.computed = request.num_tokens
             batch.hashed += self.cache.mark_scheduled(request, request.computed)
+        batch.block_tables = [array.copy() for array in self.cache.block_tables]  # it may run later
         batch.copies = self.cache.take_copies()
         return batch
 

@@ -82,7 +82,7 @@ def test_admission_takes_blocks_for_all_known_tokens(new: Requests, page_size: i
 def test_growth_takes_a_block_at_each_page_border_only(new: Requests) -> None:
     cache = KVCache(3, PAGE)
     request = filled(cache, new(range(PAGE)))
-    first_table = table(cache, request)
+    line = cache.line(request)
     used = []
     for token in range(2 * PAGE):
         request.token_ids.append(token)
@@ -90,7 +90,8 @@ def test_growth_takes_a_block_at_each_page_border_only(new: Requests) -> None:
         compute(cache, request)
         used.append(cache.num_used_blocks)
     assert used == [2] * PAGE + [3] * PAGE
-    assert table(cache, request) is first_table, "a table given to the runner grows in place"
+    assert cache.line(request) == line, "a table given to the runner grows in place"
+    assert cache.block_tables[0][line].tolist()[:3] == table(cache, request)
     request.token_ids.append(0)
     assert not cache.grow(request)
     assert cache.num_used_blocks == 3
@@ -447,7 +448,7 @@ def test_misuse_is_an_error(new: Requests) -> None:
     assert cache.num_free_blocks == 4
 
 
-@pytest.mark.parametrize("fault", ["leak", "foreign", "short"])
+@pytest.mark.parametrize("fault", ["leak", "foreign", "short", "stale", "line"])
 def test_check_integrity_sees(new: Requests, fault: str) -> None:
     cache = KVCache(8, PAGE)
     first, second = filled(cache, new(range(8))), filled(cache, new(range(100, 108)))
@@ -456,8 +457,14 @@ def test_check_integrity_sees(new: Requests, fault: str) -> None:
         live = [first]
     else:
         live = [first, second]
-        table(cache, first).pop()
+        array, line = cache.block_tables[0], cache.line(first)
         if fault == "foreign":
-            table(cache, first).append(table(cache, second)[-1])
+            array[line, 1] = table(cache, second)[-1]
+        elif fault == "short":
+            array[line, 1] = 0
+        elif fault == "stale":
+            array[line, 2] = array[line, 0]
+        else:
+            cache._tables.take()
     with pytest.raises(RuntimeError):
         cache.check_integrity(live)

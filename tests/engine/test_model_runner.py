@@ -21,6 +21,7 @@ from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.rows import PAGE, Rows, expected, make_runner
+from tests.engine.tables import set_tables
 from tests.harness import tokens
 from tests.models import build_random, build_tiny, ref
 
@@ -305,7 +306,7 @@ class TestHostCopies:
         away = rows.tables[0][0][:3]
         batch = rows.batch({1: 60})
         batch.copies = BlockCopies(to_host=[(away[0], 7), (away[1], 0), (away[2], 9)])
-        batch.block_tables[0] = [away + rows.tables[1][0]]  # which the other request takes over at once
+        set_tables(batch, [[away + rows.tables[1][0]]])  # which the other request takes over at once
         runner.launch(batch)
         rows.tables[0][0][:3] = rows.tables[1][0][:3]
         batch = rows.batch({0: 1})

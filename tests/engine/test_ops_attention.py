@@ -13,8 +13,9 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors, allocate
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
-from engine.ops.interface import Ops, PackedRows
+from engine.ops.interface import Ops
 from engine.ops.torch_ops import TorchOps
+from tests.engine.tables import packed_rows
 
 NUM_BLOCKS = 400
 MakeOps = Callable[[KVTensors, list[LayerGroup]], Ops]
@@ -116,7 +117,7 @@ class Sequences:
             table = self.tables[sequence]
             while len(table) * self.page < start + count:
                 table.append(self.free.pop(0))
-        rows = PackedRows(
+        rows = packed_rows(
             starts=np.array(starts),
             counts=np.array(counts),
             offsets=np.cumsum(counts) - counts,
@@ -251,7 +252,7 @@ def test_without_a_cache_nothing_is_read_or_written(make_ops: MakeOps) -> None:
     sequences = Sequences(make_ops, 16)
     before = sequences.kv.keys[0].clone()
     query, key, value = (sequences.random(heads, 9) for heads in (4, 2, 2))
-    rows = PackedRows(np.array([0, 0]), np.array([1, 8]), np.array([0, 1]), None, 0)
+    rows = packed_rows(np.array([0, 0]), np.array([1, 8]), np.array([0, 1]), None, 0)
     plan = sequences.ops.plan(rows)
     sequences.ops.write_kv(0, key, value, plan)
     out = sequences.ops.attend(0, query.transpose(0, 1), key, value, plan, None)
@@ -332,7 +333,7 @@ def test_groups_share_the_tensors_and_have_tables_of_their_own(make_ops: MakeOps
     for count in (9, 1, 1, 3):
         seen = max(0, start - 4) // 4
         tables = [[full], [[0] * seen + windowed[seen:]]]
-        rows = PackedRows(np.array([start]), np.array([count]), np.array([0]), tables, int(count == 1))
+        rows = packed_rows(np.array([start]), np.array([count]), np.array([0]), tables, int(count == 1))
         plan = ops.plan(rows)
         for layer, sequences in enumerate(alone):
             query, key, value = (sequences.random(heads, count) for heads in (4, 2, 2))
@@ -351,7 +352,7 @@ def test_a_token_without_a_block_is_refused(make_ops: MakeOps) -> None:
     ops = make_ops(allocate(1, 4, 2, 4, 16, torch.float32), [LayerGroup((0,), 4)])
     for table in ([[1]], [[1, 0]]):
         with pytest.raises(ValueError, match="does not cover"):
-            ops.plan(PackedRows(np.array([4]), np.array([2]), np.array([0]), [table], 0))
+            ops.plan(packed_rows(np.array([4]), np.array([2]), np.array([0]), [table], 0))
 
 
 # What is read
@@ -361,14 +362,14 @@ def test_with_a_window_the_length_of_the_context_costs_nothing() -> None:
     """Rows of one token and of several read the blocks from the window's start to their end, and no more."""
     starts, counts = np.array([100_000, 99_990, 50_000]), np.array([1, 1, 40])
     tables = [[0] * 6200 + list(range(1, 100)), [0] * 6200 + list(range(100, 200)), [0] * 3100 + list(range(200, 300))]
-    rows = PackedRows(starts, counts, np.array([0, 1, 2]), [tables], 2)
+    rows = packed_rows(starts, counts, np.array([0, 1, 2]), [tables], 2)
     kv = allocate(1, 300, 2, 16, 8, torch.float32)
     groups = [LayerGroup((0,), 64)]
     (plan,) = TorchOps(kv, groups).plan(rows)
     assert sum(len(bucket.index) for bucket in plan.buckets) == 2 * 5 * 2
     assert plan.chunks[0].index is not None and len(plan.chunks[0].index) == 7 * 2
     (plan,) = CpuOps(kv, groups).plan(rows)
-    assert len(plan.tables) == 5 + 5 and (plan.lengths == starts[:2] + 1).all()
+    assert plan.tables is rows.block_tables[0] and (plan.lengths == starts[:2] + 1).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -379,7 +380,7 @@ def test_buckets_take_every_row_once_and_pad_little(seed: int) -> None:
     ops = TorchOps(kv)
     ends = np.sort(generator.integers(1, 4000, 150))[::-1]
     tables = [list(range(1, 1 + -(-int(end) // 16))) for end in ends]
-    (plan,) = ops.plan(PackedRows(ends - 1, np.ones(150, np.int64), np.arange(150), [tables], 150))
+    (plan,) = ops.plan(packed_rows(ends - 1, np.ones(150, np.int64), np.arange(150), [tables], 150))
     assert [bucket.first for bucket in plan.buckets] == [0, *(bucket.last for bucket in plan.buckets[:-1])]
     assert plan.buckets[-1].last == 150
     for bucket in plan.buckets:

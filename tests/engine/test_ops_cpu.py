@@ -22,6 +22,7 @@ from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.interface import PackedRows
 from engine.ops.torch_ops import TorchOps
 from tests.conftest import wait_limit
+from tests.engine.tables import packed_rows
 
 HEADS, KV_HEADS, DIM = 6, 2, 48
 LENGTHS = [70, 33, 32, 31, 17, 16, 15, 2, 1]
@@ -29,7 +30,7 @@ LENGTHS = [70, 33, 32, 31, 17, 16, 15, 2, 1]
 
 def one_token_rows(lengths: list[int], tables: list[list[int]]) -> PackedRows:
     count = len(lengths)
-    return PackedRows(np.array(lengths) - 1, np.ones(count, np.int64), np.arange(count), [tables], count)
+    return packed_rows(np.array(lengths) - 1, np.ones(count, np.int64), np.arange(count), [tables], count)
 
 
 def attend(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -211,14 +212,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_rows(self, batch: ScheduledBatch, before: dict[Request, tuple[int, int]]) -> None:
         size = self.engine.cache.page_size
         for row, request in enumerate(batch.requests):
-            start, count, table = batch.starts[row], batch.counts[row], batch.block_tables[row][0]
+            start, count, table = batch.starts[row], batch.counts[row], batch.block_tables[0][batch.table_of[row]]
             assert count >= 1
             assert start + count == request.computed
             num_tokens = request.num_tokens - (row in batch.sampled)  # before the one that is now being sampled
             assert request.computed <= num_tokens
             assert (row in batch.sampled) == (request.computed == num_tokens)
             assert request.unknown <= 1 + len(self.engine.flights)
-            assert len(table) == -(-num_tokens // size)
+            assert np.count_nonzero(table) == -(-num_tokens // size)
             if request in before:
                 assert start == before[request][0]
                 assert num_tokens == before[request][1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.cpu.build import load_library
 from engine.ops.interface import PackedRows
-from engine.ops.plan import GroupPlan, first_seen
+from engine.ops.plan import GroupPlan
 from engine.ops.torch_ops import TorchOps
 
 _KERNELS = {torch.bfloat16: "attend_bf16", torch.float32: "attend_fp32"}
@@ -30,8 +29,8 @@ class CpuPlan(GroupPlan):
     """One step for the layers of one group; the arrays belong to the rows of one token.
 
     Attributes:
-        tables: int32, the blocks that the rows see, one row after another.
-        offsets: int64 [rows], where in `tables` the block of a row's first token is, or would be.
+        tables: int32, the group's `PackedRows.block_tables`.
+        offsets: int64 [rows], where in the flattened `tables` a row's line begins.
         lengths: int64 [rows], tokens of each row after this step.
         window: of the group; 0 for none.
     """
@@ -64,19 +63,14 @@ class CpuOps(TorchOps):
         self._write_lines.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _INT64, _INT64, _INT64, _POINTER]
         self._attend_rows.restype = self._write_lines.restype = None
 
-    def _plan_group(self, rows: PackedRows, tables: list[list[int]], window: int | None) -> CpuPlan:
+    def _plan_group(self, rows: PackedRows, tables: np.ndarray, window: int | None) -> CpuPlan:
         """Nothing is cleared, since nothing that a row does not see is read; the kernel takes what would be buckets."""
-        lengths = rows.starts[: rows.num_single] + 1
-        heads = first_seen(lengths - 1, window) // self._page
-        tails = -(-lengths // self._page)
-        seen = [table[a:b] for table, a, b in zip(tables, heads.tolist(), tails.tolist(), strict=False)]
-        sizes = tails - heads
         return CpuPlan(
             chunks=self._planner.chunks(rows, tables, window),
             slots=self._planner.slots(rows, tables),
-            tables=np.fromiter(chain.from_iterable(seen), np.int32, int(sizes.sum())),
-            offsets=np.cumsum(sizes) - sizes - heads,
-            lengths=lengths,
+            tables=tables,
+            offsets=rows.table_of[: rows.num_single] * tables.shape[1],
+            lengths=rows.starts[: rows.num_single] + 1,
             window=window or 0,
         )
 
