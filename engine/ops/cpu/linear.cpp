@@ -1,0 +1,284 @@
+// Linear layers and embeddings from packed weights (gemm.h), and the packing. linear.py passes the addresses.
+//
+// The rows and panels of a product are divided into pieces that threads take. A piece goes along K in blocks that the
+// caches hold, adds up its sums in scratch memory and then finishes them: scale, bias, activation, softcap, residual.
+
+#include "gemm.h"
+#include "kernels.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+// ---- Arguments, from linear.py
+
+struct Weight {
+    void* panels;
+    float* scales;      // [outputs] of 8-bit weights, else null
+    int64_t outputs, inputs;
+    int64_t interleaved;  // 1: panels of the first and the second half of the outputs take turns
+};
+
+enum Act { NONE, SILU, GELU_TANH, GELU };
+
+struct Linear {
+    const Weight* weight;
+    const void* x;  // [rows, inputs], Activation
+    int64_t x_stride;
+    void* out;  // [rows, outputs]; with interleaved weights outputs / 2
+    int64_t out_stride;
+    int64_t out_fp32;   // 1: fp32, 0: Activation
+    const float* bias;  // [outputs] or null
+    int64_t kept;       // 1: rows are step.kept, 0: step.tokens
+    int64_t add;        // 1: added to `out`, which is fp32
+    int64_t act;
+    float softcap;  // 0: none
+};
+
+struct Embedding {
+    const Weight* weight;
+    float* out;  // [tokens, inputs]
+    int64_t out_stride;
+    float scale;
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ---- Where things lie
+
+struct Layout {
+    int64_t half, panels;  // outputs that follow each other; panels in all
+
+    explicit Layout(const Weight& w)
+        : half(w.interleaved ? w.outputs / 2 : w.outputs), panels(ceil_div(half, PANEL) * (w.interleaved ? 2 : 1)) {}
+};
+
+template <typename W>
+typename W::Stored* place_of(const Weight& w, int64_t output, int64_t k) {
+    const Layout layout(w);
+    const int64_t row = output % layout.half, part = output / layout.half;
+    const int64_t panel = w.interleaved ? row / PANEL * 2 + part : row / PANEL;
+    const int64_t step = panel * ceil_div(w.inputs, W::STEP) + k / W::STEP;
+    return (typename W::Stored*)w.panels + step * PANEL * W::STEP + W::place(k % W::STEP, row % PANEL);
+}
+
+// ---- Finishing sums
+
+inline Floats sigmoid(Floats x) {
+    Floats e = exp_negative(x < 0.0f ? x : -x);
+    return (x < 0.0f ? (x < -87.0f ? Floats{} : e) : Floats{} + 1.0f) / (1.0f + e);
+}
+
+inline Floats normal_cdf(Floats x) {  // to 1e-7; Abramowitz and Stegun 7.1.26
+    Floats z = (x < 0.0f ? -x : x) * 0.707106781f, t = 1.0f / (z * 0.3275911f + 1.0f);
+    Floats p = t * 1.061405429f - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    Floats tail = p * t * exp_negative(-z * z) * 0.5f;
+    return x < 0.0f ? tail : 1.0f - tail;
+}
+
+inline Floats activated(Floats x, int64_t act) {
+    switch (act) {
+        case SILU: return x * sigmoid(x);
+        case GELU_TANH: return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+        case GELU: return x * normal_cdf(x);
+        default: return x;
+    }
+}
+
+template <typename A>
+void put(A* to, Floats value, int64_t count, bool add) {
+    if (count >= LANES) store(to, add ? load(to) + value : value);
+    else store_first(to, add ? load_first(to, count) + value : value, count);
+}
+
+inline Floats load_some(const float* from, int64_t count) {
+    return count >= LANES ? load(from) : load_first(from, count);
+}
+
+// One row's sums of panels [first, last); their outputs to the row at `out`.
+template <typename A>
+void finish(const Linear& op, const Layout& layout, const float* sums, int64_t first, int64_t last, A* out) {
+    const Weight& w = *op.weight;
+    auto complete = [&](const float* sum, int64_t output, int64_t count) {
+        Floats value = load(sum);
+        if (w.scales) value *= load_some(w.scales + output, count);
+        if (op.bias) value += load_some(op.bias + output, count);
+        return value;
+    };
+    const int64_t parts = w.interleaved ? 2 : 1;
+    for (int64_t panel = first; panel < last; panel += parts, sums += parts * PANEL) {
+        const int64_t begin = panel / parts * PANEL;
+        for (int64_t i = 0; i < PANEL && begin + i < layout.half; i += LANES) {
+            const int64_t count = layout.half - begin - i;
+            Floats value = activated(complete(sums + i, begin + i, count), op.act);
+            if (w.interleaved) value *= complete(sums + PANEL + i, layout.half + begin + i, count);
+            if (op.softcap) value = op.softcap * tanh_lanes(value / op.softcap);
+            put(out + begin + i, value, count, op.add);
+        }
+    }
+}
+
+// ---- Blocks
+
+constexpr int64_t BLOCK_ROWS = 16 * ROWS;
+constexpr int64_t BLOCK_BYTES = 24 << 10;  // of a panel
+constexpr int64_t GROUP = 8;               // panels of a piece of BLOCK_ROWS rows
+constexpr int64_t CAPACITY = BLOCK_ROWS * GROUP * PANEL;
+
+// Panels that are multiplied at once: with few rows one has too few sums to hide the latency of an addition.
+constexpr int together(int rows) { return rows == 1 ? 4 : rows <= ROWS / 2 ? 2 : 1; }
+
+template <typename W>
+using AddProducts = decltype(&add_products<W, 1, 1>);
+
+template <typename W, int R = ROWS>
+AddProducts<W> products_for(int64_t rows, bool alone) {
+    if constexpr (R > 1)
+        if (rows < R) return products_for<W, R - 1>(rows, alone);
+    return alone ? add_products<W, R, 1> : add_products<W, R, together(R)>;
+}
+
+template <typename W>
+struct Rows {
+    const typename W::Activation* first;
+    int64_t stride;
+};
+
+// sums [rows, panels * PANEL] of `steps` steps of W from `right`; blocks of rows differ by one row at most.
+template <typename W>
+void add_block(const typename W::Activation* left, int64_t left_stride, int64_t rows, const typename W::Stored* right,
+               int64_t panel_stride, int64_t panels, int64_t steps, float* sums, bool set) {
+    const int64_t blocks = ceil_div(rows, ROWS), sums_stride = panels * PANEL;
+    const int64_t most = blocks == 1 ? together(rows) : 1;
+    for (int64_t panel = 0; panel < panels;) {
+        const int64_t count = panel + most <= panels ? most : 1;
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
+            products_for<W>(end - begin, count == 1)(left + begin * left_stride, left_stride, right, panel_stride,
+                                                     steps, sums + begin * sums_stride + panel * PANEL, sums_stride,
+                                                     set);
+        }
+        panel += count;
+        right += count * panel_stride;
+    }
+}
+
+template <typename W>
+void piece(const Linear& op, const Layout& layout, int64_t row, int64_t rows, int64_t first, int64_t last,
+           float* sums) {
+    typedef typename W::Activation A;
+    const Weight& w = *op.weight;
+    const A* x = (const A*)op.x + row * op.x_stride;
+    const int64_t whole = w.inputs / W::STEP, steps = ceil_div(w.inputs, W::STEP);
+    const int64_t panel_stride = steps * W::STEP * PANEL;
+    const auto* right = (const typename W::Stored*)w.panels + first * panel_stride;
+    const int64_t blocks = ceil_div(whole * W::STEP * PANEL * sizeof(typename W::Stored), BLOCK_BYTES);
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t begin = whole * b / blocks, end = whole * (b + 1) / blocks;
+        add_block<W>(x + begin * W::STEP, op.x_stride, rows, right + begin * W::STEP * PANEL, panel_stride,
+                     last - first, end - begin, sums, b == 0);
+    }
+    if (whole < steps) {  // K is odd: the last number, and 0
+        A left[BLOCK_ROWS][2] = {};
+        for (int64_t r = 0; r < rows; r++) left[r][0] = x[r * op.x_stride + w.inputs - 1];
+        add_block<W>(left[0], 2, rows, right + whole * W::STEP * PANEL, panel_stride, last - first, 1, sums,
+                     blocks == 0);
+    }
+    for (int64_t r = 0; r < rows; r++, sums += (last - first) * PANEL)
+        if (op.out_fp32) finish(op, layout, sums, first, last, (float*)op.out + (row + r) * op.out_stride);
+        else finish(op, layout, sums, first, last, (A*)op.out + (row + r) * op.out_stride);
+}
+
+template <typename W>
+void linear(const void* arguments, const Step& step, Team& team) {
+    alignas(64) static thread_local float scratch[CAPACITY];
+    float* sums = scratch;
+    const Linear& op = *(const Linear*)arguments;
+    const Layout layout(*op.weight);
+    const int64_t rows = op.kept ? step.kept : step.tokens;
+    if (!rows) return;
+    const int64_t chunks = ceil_div(rows, BLOCK_ROWS), chunk = ceil_div(rows, chunks);
+    int64_t group = ceil_div(layout.panels * chunks, 8 * team.threads);
+    group = std::min(std::max<int64_t>(group, together(std::min<int64_t>(chunk, ROWS))), CAPACITY / (chunk * PANEL));
+    group = std::max<int64_t>(group / 2 * 2, 2);  // halves of interleaved weights stay together
+    const int64_t groups = ceil_div(layout.panels, group);
+    for (int64_t i = team.take(); i < chunks * groups; i = team.take()) {
+        const int64_t row = i / groups * chunk, first = i % groups * group;
+        if (row < rows)
+            piece<W>(op, layout, row, std::min(chunk, rows - row), first, std::min(first + group, layout.panels), sums);
+    }
+}
+
+// ---- Embedding
+
+template <typename W>
+void embed(const void* arguments, const Step& step, Team& team) {
+    const Embedding& op = *(const Embedding*)arguments;
+    const Weight& w = *op.weight;
+    for (int64_t token = team.take(); token < step.tokens; token = team.take()) {
+        const int64_t id = step.ids[token];
+        const float scale = op.scale * (w.scales ? w.scales[id] : 1.0f);
+        float* out = op.out + token * op.out_stride;
+        for (int64_t k = 0; k < w.inputs; k++) out[k] = to_float(*place_of<W>(w, id, k)) * scale;
+    }
+}
+
+// ---- Packing
+
+inline void pack_number(float& to, float x, float) { to = x; }
+inline void pack_number(Bf16& to, Bf16 x, float) { to = x; }
+inline void pack_number(int8_t& to, float x, float scale) { to = scale > 0 ? std::lrint(x / scale) : 0; }
+inline void pack_number(int8_t& to, Bf16 x, float scale) { pack_number(to, to_float(x), scale); }
+
+template <typename T>
+float scale_of(const T* row, int64_t count) {  // NaN if a number is not finite
+    float most = 0;
+    bool finite = true;
+    for (int64_t k = 0; k < count; k++) {
+        const float size = std::fabs(to_float(row[k]));
+        finite &= size < INF;
+        most = size > most ? size : most;
+    }
+    return finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
+}
+
+template <typename W, typename T>
+void pack(const Weight& w, const T* rows, int64_t stride, int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; i++, rows += stride) {
+        const float scale = w.scales ? w.scales[first + i] = scale_of(rows, w.inputs) : 1;
+        for (int64_t k = 0; k < w.inputs; k++) pack_number(*place_of<W>(w, first + i, k), rows[k], scale);
+    }
+}
+
+}  // namespace
+
+extern "C" int32_t bf16_activation_bytes() { return sizeof(Product<Bf16>::Activation); }
+
+// Of the panels of a weight; T is the model's dtype.
+#define WEIGHTS(name, W, T)                                                                                         \
+    extern "C" int64_t packed_bytes_##name(const Weight* w) {                                                       \
+        return Layout(*w).panels * ceil_div(w->inputs, W::STEP) * W::STEP * PANEL * sizeof(W::Stored);              \
+    }                                                                                                               \
+    /* Puts rows [count, inputs] to outputs first, first + 1, ... of zeroed panels. */                              \
+    extern "C" void pack_##name(const Weight* w, const T* rows, int64_t stride, int64_t first, int64_t count) {     \
+        pack<W>(*w, rows, stride, first, count);                                                                    \
+    }                                                                                                               \
+    extern "C" void linear_##name(const void* arguments, const Step& step, Team& team) {                            \
+        linear<W>(arguments, step, team);                                                                           \
+    }                                                                                                               \
+    extern "C" void embed_##name(const void* arguments, const Step& step, Team& team) {                             \
+        embed<W>(arguments, step, team);                                                                            \
+    }
+
+WEIGHTS(fp32, Plain<float>, float)
+WEIGHTS(bf16, Plain<Bf16>, Bf16)
+WEIGHTS(fp32_int8, Quantized<float>, float)
+#if defined(__AVX512BF16__)
+WEIGHTS(bf16_int8, Quantized<Bf16>, Bf16)
+#else
+WEIGHTS(bf16_int8, Quantized<float>, Bf16)
+#endif
