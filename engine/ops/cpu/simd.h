@@ -12,10 +12,12 @@
 #include <immintrin.h>
 #endif
 
+#ifndef LANES
 #if defined(__AVX512F__)
 #define LANES 16
 #else
 #define LANES 8
+#endif
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
