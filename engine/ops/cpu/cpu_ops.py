@@ -58,6 +58,18 @@ class CpuOps:
         """See `Ops.window`."""
         return self._windows[self._layers[layer].group]
 
+    def write_op(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Op:
+        """An op for a tape of the caller's; see `attention.write_op`."""
+        own = self._layers[layer]
+        return write_op(own.keys, own.values, own.group, key, value)
+
+    def attend_op(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, *, scaling: float, softcap: float | None
+    ) -> Op:
+        """An op for a tape of the caller's; see `attention.attend_op`."""
+        own = self._layers[layer]
+        return attend_op(own.keys, own.values, own.group, query, out, scaling=scaling, softcap=softcap)
+
     def plan(self, rows: PackedRows) -> Rows:
         """The rows as the kernels take them. Rows without blocks get some of a cache that no request has.
 
@@ -100,7 +112,7 @@ class _Layer:
     """The two tapes of a layer, of one op each, which take other tensors in every call."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, group: int) -> None:
-        self.group = group
+        self.keys, self.values, self.group = keys, values, group
         nothing = keys.new_empty((0, keys.shape[1], keys.shape[3]), dtype=torch.float32)
         self._write = write_op(keys, values, group, nothing, nothing)
         self._attend = attend_op(keys, values, group, nothing, nothing.flatten(1), scaling=1.0)
