@@ -315,12 +315,12 @@ def test_bfloat16_tokens_do_not_depend_on_neighbours(smol_bf16: PreTrainedModel)
         assert isinstance(core_of(manager).runner._mixed._forward, FusedForward)  # type: ignore[attr-defined]
         alone = []
         for i in chosen:
-            name = manager.add_request(prompts[i], max_new_tokens=12)
+            name = manager.add_request(prompts[i], max_new_tokens=6)
             alone += collect(manager, [str(name)])
     sizes = {"max_batch_tokens": 100, "num_blocks": 500, "page_size": 32, "max_requests_per_batch": 64}
     with running(smol_bf16, **sizes) as manager:
         names = [
-            str(manager.add_request(prompt, max_new_tokens=12 if i in chosen else 1 + i % 12))
+            str(manager.add_request(prompt, max_new_tokens=6 if i in chosen else 1 + i % 6))
             for i, prompt in enumerate(prompts)
         ]
         among = collect(manager, names, seconds=120)
