@@ -46,12 +46,11 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
 def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
     from engine.distributed.sharding import tensor_parallel_mesh
     from engine.execution.model_runner import ModelRunner
-    from engine.model.packed import pack_linears
     from engine.model.shadow import ParameterSource, make_shadow
     from engine.sampling.sampler import Sampler
 
     shadow = make_shadow(model)
     source = ParameterSource(model, shadow)
-    if tensor_parallel_mesh(model) is None:  # packing depends on the memory of each process, and changes rounding
-        shadow = pack_linears(shadow)
-    return ModelRunner(shadow, settings, Sampler(settings.vocab_size), source=source)
+    # Copies depend on the memory of each process, and change rounding.
+    pack = tensor_parallel_mesh(model) is None
+    return ModelRunner(shadow, settings, Sampler(settings.vocab_size), source=source, pack=pack)

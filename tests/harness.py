@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from engine import (
@@ -16,6 +17,7 @@ from engine import (
     init_continuous_batching,
 )
 from engine.core import EngineCore
+from engine.execution.forward import DeviceInputs
 from engine.request import Request
 from tests.conftest import wait_limit
 from tests.serving import wait_until
@@ -43,6 +45,22 @@ def running(
 
 def core_of(manager: ContinuousBatchingManager) -> EngineCore:
     return manager._build()
+
+
+def before_forward(manager: ContinuousBatchingManager, hook: Callable[[torch.Tensor], None]) -> None:
+    """Calls `hook` with the input ids before every forward pass, whichever way the model runs; it may raise."""
+    path: Any = core_of(manager).runner._mixed  # type: ignore[attr-defined]
+    forward = path._forward
+
+    class Hooked:
+        device = forward.device
+
+        def __call__(self, inputs: DeviceInputs, plan: Any) -> torch.Tensor:
+            hook(inputs.input_ids)
+            logits: torch.Tensor = forward(inputs, plan)
+            return logits
+
+    path._forward = Hooked()
 
 
 def check_whole(core: EngineCore) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import nn
 from engine.execution.input_batch import InputBatch
 from engine.model.attention import CONTEXT_ARGUMENT, StepContext
 from engine.ops.interface import Ops
+
+if TYPE_CHECKING:
+    from engine.model.layer import FusedDecoder
 
 
 class Forward:
@@ -60,6 +63,27 @@ class Forward:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+class FusedForward:
+    """`Forward` for models that run as one tape of kernels.
+
+    Attributes:
+        device: of the model.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, decoder: FusedDecoder) -> None:
+        self._decoder = decoder
+
+    def __call__(self, inputs: DeviceInputs, plan: Any) -> torch.Tensor:
+        """As `Forward`, but float32, and valid until the next call.
+
+        Raises:
+            IndexError: an id is not in the vocabulary.
+        """
+        return self._decoder(inputs.input_ids, inputs.position_ids, inputs.keep, plan.groups)
 
 
 @dataclass(frozen=True, slots=True)

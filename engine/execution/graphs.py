@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.execution.forward import DeviceInputs, Forward, as_vector
+from engine.execution.forward import DeviceInputs, Forward, FusedForward, as_vector
 from engine.execution.input_batch import InputBatch
 
 MAX_RECORDINGS = 128  # a set of inputs; the least recently used one goes
@@ -86,7 +86,9 @@ class GraphRunner:
             each set has recordings of its own.
     """
 
-    def __init__(self, forward: Forward, backend: GraphBackend, largest: StepShape, num_sets: int) -> None:
+    def __init__(
+        self, forward: Forward | FusedForward, backend: GraphBackend, largest: StepShape, num_sets: int
+    ) -> None:
         self._forward = forward
         self._backend = backend
         self._most_kept = largest.kept

@@ -16,12 +16,13 @@ from torch import nn
 
 from engine.acceleration import CompileSettings
 from engine.execution.compilation import compile_forward
-from engine.execution.forward import Forward
+from engine.execution.forward import Forward, FusedForward
 from engine.execution.graphs import CudaGraphs, GraphBackend, GraphRunner, StepShape
 from engine.execution.input_batch import PromptPart, make_input_batch
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.paths import DecodePath, MixedPath, PathSizes
-from engine.model.packed import refresh_packed
+from engine.model.fusing import fuse
+from engine.model.packed import pack_linears, refresh_packed
 from engine.model.shadow import ParameterSource, attention_of, model_facts
 from engine.ops import make_ops
 from engine.ops.interface import Ops
@@ -102,6 +103,7 @@ class ModelRunner:
         kv: the cache, with a trash block; None allocates one.
         graph_backend: records steps; None takes CUDA graphs on CUDA, and records nothing elsewhere.
         source: where the parameters of `model` come from, if they may be replaced.
+        pack: where the model is not fused, its linear layers may compute with packed copies of their weights.
 
     Raises:
         NotImplementedError: the engine cannot run this architecture; found by running one token.
@@ -117,6 +119,7 @@ class ModelRunner:
         kv: KVTensors | None = None,
         graph_backend: GraphBackend | None = None,
         source: ParameterSource | None = None,
+        pack: bool = False,
     ) -> None:
         self._model = model
         self._source = source
@@ -139,6 +142,9 @@ class ModelRunner:
             q_padding=settings.q_padding,
             kv_padding=settings.kv_padding,
         )
+        self._fused = fuse(model, self._ops, settings)
+        if self._fused is None and pack:
+            pack_linears(model)
         self._make_paths(settings, graph_backend)
         self.probe()
 
@@ -207,6 +213,8 @@ class ModelRunner:
             raise RuntimeError(
                 "parameters were replaced, and recorded steps read the old ones: write into them instead"
             )
+        if self._fused is not None:
+            self._fused.refresh()
         refresh_packed(self._model)
 
     def _allocate(self, settings: Settings) -> KVTensors:
@@ -239,9 +247,13 @@ class ModelRunner:
 
     def _path_parts(
         self, compiled: CompileSettings | None, recorder: GraphBackend | None, max_tokens: int
-    ) -> tuple[Forward, Ops, PathSizes, GraphRunner | None, CompileSettings | None]:
-        run = None if compiled is None else compile_forward(self._model, compiled)
-        forward = Forward(self._model, self._ops, self._facts.num_layers, run)
+    ) -> tuple[Forward | FusedForward, Ops, PathSizes, GraphRunner | None, CompileSettings | None]:
+        forward: Forward | FusedForward
+        if self._fused is not None:
+            forward = FusedForward(self._fused)
+        else:
+            run = None if compiled is None else compile_forward(self._model, compiled)
+            forward = Forward(self._model, self._ops, self._facts.num_layers, run)
         graphs = None
         if recorder is not None:
             largest = StepShape(max_tokens, min(max_tokens, self._sizes.max_rows))

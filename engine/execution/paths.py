@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from engine.acceleration import CompileSettings
-from engine.execution.forward import DeviceInputs, Forward, as_vector
+from engine.execution.forward import DeviceInputs, Forward, FusedForward, as_vector
 from engine.execution.graphs import GraphRunner, StepShape, decode_sizes, round_up
 from engine.execution.input_batch import InputBatch, pad
 from engine.ops.interface import Ops, PackedRows
@@ -67,7 +67,7 @@ class MixedPath:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Forward | FusedForward,
         ops: Ops,
         sizes: PathSizes,
         graphs: GraphRunner | None = None,
@@ -115,7 +115,7 @@ class DecodePath:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Forward | FusedForward,
         ops: Ops,
         sizes: PathSizes,
         graphs: GraphRunner | None = None,
@@ -150,7 +150,12 @@ class DecodePath:
 
 
 def _run_directly(
-    forward: Forward, inputs: InputBatch, tokens: int, kept: int, plan: Any, previous_ids: torch.Tensor | None
+    forward: Forward | FusedForward,
+    inputs: InputBatch,
+    tokens: int,
+    kept: int,
+    plan: Any,
+    previous_ids: torch.Tensor | None,
 ) -> torch.Tensor:
     vector = as_vector(inputs, tokens, kept).to(forward.device, non_blocking=True)
     arrays = DeviceInputs.of(vector, tokens, kept)

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import engine
 from engine import ContinuousBatchingManager, GenerationOutput, RequestStatus
 from tests.conftest import wait_limit
-from tests.harness import NO_EOS, Stepper, collect, config, core_of, running, tokens, wait_idle
+from tests.harness import NO_EOS, Stepper, before_forward, collect, config, running, tokens, wait_idle
 from tests.models import build_tiny, ref
 from tests.serving import wait_until
 
@@ -31,10 +31,9 @@ class Failing:
     def __init__(self, manager: ContinuousBatchingManager, first: int, times: float) -> None:
         self.calls = 0
         self.first, self.times = first, times
-        model = core_of(manager).runner._model
-        model.register_forward_pre_hook(self._hook)
+        before_forward(manager, self._hook)
 
-    def _hook(self, module: torch.nn.Module, args: Any) -> None:
+    def _hook(self, input_ids: torch.Tensor) -> None:
         self.calls += 1
         if self.first <= self.calls < self.first + self.times:
             raise RuntimeError("the device fell over")
@@ -65,14 +64,13 @@ def test_O27_one_failing_step_changes_no_tokens(tiny: PreTrainedModel) -> None:
 
 def test_O27_a_request_that_fails_alone_is_failed_alone(tiny: PreTrainedModel) -> None:
     manager = fresh(max_requests_per_batch=3)
-    model = core_of(manager).runner._model
     poison = tokens(1, 11)
 
-    def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if poison[5] in kwargs["input_ids"].flatten().tolist():
+    def hook(input_ids: torch.Tensor) -> None:
+        if poison[5] in input_ids.tolist():
             raise RuntimeError("cannot digest this token")
 
-    model.register_forward_pre_hook(hook, with_kwargs=True)
+    before_forward(manager, hook)
     assert all(poison[5] not in tokens(i, 10 + i) + ref(tiny, tokens(i, 10 + i), 12) for i in (0, 2, 3, 4))
     ids = five_requests(manager)
     manager.start()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from engine import ContinuousBatchingManager, GenerationOutput, RequestStatus
 from tests.architectures import WINDOW, build
-from tests.harness import Stepper, check_whole, collect, core_of, running, tokens
+from tests.harness import Stepper, before_forward, check_whole, collect, core_of, running, tokens
 from tests.models import build_tiny, ref
 
 RAISES, IS_NAN = 510, 511
@@ -148,27 +148,30 @@ class Storm:
 
 
 def build_poisonous(windows: bool) -> PreTrainedModel:
-    """A model that raises on one token id and computes NaN from another; it never generates either."""
+    """A model that computes NaN from one token id, and generates neither that one nor the one that raises."""
     model = build_tiny()
     if windows:
         model = build("qwen2", 4, vocab_size=512, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2)
     with torch.no_grad():
         model.get_input_embeddings().weight[IS_NAN] = float("nan")
         model.lm_head.weight[[RAISES, IS_NAN]] = 0
-    calms = 0  # forward passes since the last with poison or a hiccup
-
-    def raise_now_and_then(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        nonlocal calms
-        (input_ids,) = inputs
-        calms = 0 if (input_ids == IS_NAN).any() else calms + 1
-        poisoned = bool((input_ids == RAISES).any())
-        if poisoned or (model.hiccups and calms > HICCUP_AFTER):
-            calms = 0
-            raise RuntimeError("poison" if poisoned else "a hiccup of the device")
-
-    model.hiccups = True
-    model.get_input_embeddings().register_forward_pre_hook(raise_now_and_then)
     return model
+
+
+class Poison:
+    """Makes forward passes raise on one token id, and now and then on any while `hiccups`."""
+
+    def __init__(self, manager: ContinuousBatchingManager) -> None:
+        self.hiccups = True
+        self._calms = 0  # forward passes since the last with poison or a hiccup
+        before_forward(manager, self._raise_now_and_then)
+
+    def _raise_now_and_then(self, input_ids: torch.Tensor) -> None:
+        self._calms = 0 if (input_ids == IS_NAN).any() else self._calms + 1
+        poisoned = bool((input_ids == RAISES).any())
+        if poisoned or (self.hiccups and self._calms > HICCUP_AFTER):
+            self._calms = 0
+            raise RuntimeError("poison" if poisoned else "a hiccup of the device")
 
 
 def storm(seed: int, name: str, events: int) -> None:
@@ -176,9 +179,10 @@ def storm(seed: int, name: str, events: int) -> None:
     with running(model, per_request_processors=True, **CONFIGS[name]) as manager:
         core = core_of(manager)
         core._overlap = "two steps in flight" in name
+        poison = Poison(manager)
         storm = Storm(seed, manager, model)
         storm.blow(events)
-        model.hiccups = False
+        poison.hiccups = False
         counts = storm.check()
         if CONFIGS[name].get("num_blocks", 99) < 20:
             assert core.scheduler.num_preemptions > 0
@@ -203,7 +207,6 @@ def test_many_long_storms(name: str, seed: int) -> None:
 def test_a_prefix_spoiled_by_a_nan_behind_it_is_computed_again(later: bool, overlap: bool) -> None:
     """Attention may spread a NaN to tokens before it, whose blocks others can hit before anyone knows."""
     model = build_poisonous(windows=False)
-    model.hiccups = False
     stepper = Stepper(model, overlap=overlap, max_batch_tokens=256 if not later else 30)
     head = tokens(0, 20, 500)
     poisoned = stepper.add([*head, IS_NAN, *tokens(1, 30, 500)], 8)

@@ -13,6 +13,7 @@ from engine.acceleration import CompileSettings
 from engine.execution.compilation import compile_forward
 from engine.model.packed import PackedLinear, pack_linears
 from engine.model.shadow import make_shadow
+from engine.ops.torch_ops import TorchOps
 from tests.engine.fixed_ops import FakeGraphs, FixedOps
 from tests.engine.rows import Rows, expected, make_runner
 from tests.harness import Stepper, tokens
@@ -149,8 +150,8 @@ def test_attention_and_packed_layers_stay_outside() -> None:
     shadow = pack_linears(make_shadow(model))
     assert any(isinstance(module, PackedLinear) for module in shadow.modules())
     compiled = compile_forward(shadow, CompileSettings(None, True, backend))
-    runner = make_runner(model)
-    runner._mixed._forward._run = compiled
+    runner = make_runner(model, ops=TorchOps)
+    runner._mixed._forward._run = compiled  # type: ignore[union-attr]
     runner.probe()
     code = "\n".join(graph.code for graph in graphs)
     assert "rsqrt" in code  # the norms are inside

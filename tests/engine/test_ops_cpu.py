@@ -225,7 +225,7 @@ def test_a_cache_folder_that_cannot_be_used(
 
 
 def test_two_processes_that_build_at_once(tmp_path: Path) -> None:
-    code = "from engine.ops.cpu import build; build.load_library().write_lines; print(build.library_path())"
+    code = "from engine.ops.cpu import build; build.load_library().write_bf16; print(build.library_path())"
     env = {**os.environ, "CONVOY_CACHE": str(tmp_path)}
     builders = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)

@@ -17,7 +17,7 @@ import engine
 from engine import ContinuousBatchingManager, RequestStatus
 from engine.request import Request
 from tests.conftest import wait_limit
-from tests.harness import NO_EOS, collect, config, core_of, running, tokens
+from tests.harness import NO_EOS, before_forward, collect, config, core_of, running, tokens
 from tests.models import build_random, build_tiny, ref
 from tests.serving import wait_until
 
@@ -28,9 +28,9 @@ class Steps:
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self.forbidden = False
         self.violations = 0
-        core_of(manager).runner._model.register_forward_pre_hook(self._hook)
+        before_forward(manager, self._hook)
 
-    def _hook(self, module: torch.nn.Module, args: Any) -> None:
+    def _hook(self, input_ids: torch.Tensor) -> None:
         self.violations += self.forbidden
 
     @contextmanager

@@ -10,6 +10,8 @@
 
 #include "simd.h"
 
+#include <type_traits>
+
 #if LANES == 16
 constexpr int VECTORS = 3, ROWS = 8;  // 24 of 32 registers hold sums
 #else
@@ -17,29 +19,56 @@ constexpr int VECTORS = 2, ROWS = 6;  // 12 of 16
 #endif
 constexpr int PANEL = VECTORS * LANES;
 
-typedef int8_t Bytes __attribute__((vector_size(LANES)));
-
-inline Floats load(const int8_t* from) { return __builtin_convertvector(load_as<Bytes>(from), Floats); }
-
 inline float to_float(int8_t x) { return x; }
 
-// ---- What weights are stored as. `place`: of a number of a step among those of a panel.
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512F__) && LANES == 16
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__) && LANES == 8
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+    Floats value;
+    for (int i = 0; i < LANES; i++) value[i] = from[i];
+    return value;
+#endif
+}
+
+// ---- What weights are stored as
+//
+// STEP numbers of each output follow each other; `place` is that of number k of an output among those of a panel. A
+// step is multiplied in PARTS, one after another, so that no more than one part of the weights fills registers.
 
 template <typename T>
 struct Plain : Product<T> {
     typedef T Stored;
-    static int64_t place(int64_t k, int64_t output) { return output * Product<T>::STEP + k; }
+    static constexpr int STEP = Product<T>::STEP, PARTS = 1;
+    static int64_t place(int64_t k, int64_t output) { return output * STEP + k; }
+    template <int>
+    static typename Product<T>::Right part(const T* from) { return Product<T>::right(from); }
 };
 
-// Bytes are widened to what T is multiplied as. Vectors of pairs: all even numbers before the odd ones.
+#if !defined(BF16_DOT)
+template <>
+struct Plain<Bf16> : Product<float> {
+    typedef Bf16 Stored;
+    static constexpr int STEP = 2, PARTS = 2;
+    static int64_t place(int64_t k, int64_t output) { return output * STEP + k; }
+    template <int K>
+    static Floats part(const Bf16* from) {
+        const Words pairs = load_as<Words>(from);
+        return (Floats)(K ? pairs & 0xffff0000u : pairs << 16);
+    }
+};
+#endif
+
+// Bytes are widened to what T is multiplied as. Of pairs, all even numbers of a vector come before the odd ones.
 template <typename T>
 struct Quantized : Product<T> {
     typedef int8_t Stored;
-    static constexpr int STEP = Product<T>::STEP;
-    static int64_t place(int64_t k, int64_t output) {
-        return (output / LANES * STEP + k) * LANES + output % LANES;
-    }
-    static typename Product<T>::Right right(const int8_t* from) {
+    static constexpr int STEP = Product<T>::STEP, PARTS = 1;
+    static int64_t place(int64_t k, int64_t output) { return (output / LANES * STEP + k) * LANES + output % LANES; }
+    template <int>
+    static typename Product<T>::Right part(const int8_t* from) {
         if constexpr (STEP == 1) return load(from);
         else return (Words)load(from) >> 16 | (Words)load(from + LANES);  // whole numbers below 2^8 are bf16 numbers
     }
@@ -57,14 +86,18 @@ __attribute__((noinline)) void add_products(const typename W::Activation* left, 
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) sum[r][n] = set ? Floats{} : load(sums + r * sums_stride + n * LANES);
     for (int64_t step = 0; step < steps; step++) {
-        typename W::Right columns[N];
+        auto add_part = [&](auto part) {
+            decltype(W::template part<0>(right)) columns[N];
 #pragma GCC unroll 16
-        for (int n = 0; n < N; n++)
-            columns[n] = W::right(right + n / VECTORS * panel_stride + n % VECTORS * LANES * W::STEP);
+            for (int n = 0; n < N; n++)
+                columns[n] = W::template part<part>(right + n / VECTORS * panel_stride + n % VECTORS * LANES * W::STEP);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
+            for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-            for (int n = 0; n < N; n++) sum[r][n] = W::add(sum[r][n], left + r * left_stride, columns[n]);
+                for (int n = 0; n < N; n++) sum[r][n] = W::add(sum[r][n], left + r * left_stride + part, columns[n]);
+        };
+        add_part(std::integral_constant<int, 0>());
+        if constexpr (W::PARTS == 2) add_part(std::integral_constant<int, 1>());
         left += W::STEP;
         right += PANEL * W::STEP;
     }

@@ -15,8 +15,9 @@ struct GroupRows {
     const int64_t* offsets;   // [rows] where they begin in the packed order
     const int32_t* tables;    // [rows, width] block of each page of a row's context; 0 behind a window
     int64_t width;
-    const int64_t* slots;     // [tokens] block * page + place within it that a token's K and V go to; null: nowhere
+    const int64_t* slots;     // [tokens] block * page + place within it that a token's K and V go to
     int64_t window;           // tokens that a query sees, itself included; 0: all
+    void *keys, *values;      // of a cache that is used instead of every layer's own; null: theirs
 };
 
 // One forward pass, from library.py's `Step`.

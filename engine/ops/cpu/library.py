@@ -30,6 +30,8 @@ class GroupRows(ctypes.Structure):
         ("width", Int),
         ("slots", Address),
         ("window", Int),
+        ("keys", Address),
+        ("values", Address),
     )
 
 

@@ -277,7 +277,7 @@ extern "C" int32_t bf16_activation_bytes() { return sizeof(Product<Bf16>::Activa
 WEIGHTS(fp32, Plain<float>, float)
 WEIGHTS(bf16, Plain<Bf16>, Bf16)
 WEIGHTS(fp32_int8, Quantized<float>, float)
-#if defined(__AVX512BF16__)
+#if defined(BF16_DOT)
 WEIGHTS(bf16_int8, Quantized<Bf16>, Bf16)
 #else
 WEIGHTS(bf16_int8, Quantized<float>, Bf16)

@@ -8,10 +8,14 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
+// The machine's own sizes, unless the build asks for those of another one (tests).
+#if !defined(BF16_DOT) && defined(__AVX512BF16__)
+#define BF16_DOT  // rows are kept in bf16 and multiplied in pairs
+#endif
 #if !defined(LANES)
 #if defined(__AVX512F__)
 #define LANES 16
@@ -108,7 +112,7 @@ struct Product<float> {
     static Floats add(Floats sum, const float* left, Right right) { return sum + left[0] * right; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(BF16_DOT)
 
 template <>
 struct Product<Bf16> {
@@ -117,9 +121,13 @@ struct Product<Bf16> {
     typedef Words Right;
     static Right right(const Bf16* from) { return load_as<Words>(from); }
     static Floats add(Floats sum, const Bf16* left, Right right) {
+#if defined(__AVX512BF16__)
         int32_t pair;
         memcpy(&pair, left, sizeof pair);
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)right);
+#else
+        return sum + to_float(left[0]) * (Floats)(right << 16) + to_float(left[1]) * (Floats)(right & 0xffff0000u);
+#endif
     }
 };
 

@@ -1,0 +1,38 @@
+"""Whether a model runs fused: as one tape of kernels in the place of its own forward.
+
+Called by the model runner when it is built. Says in one log line which way the model runs, and why.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from engine.model.families import NotFusedError, describe
+from engine.model.layer import FusedDecoder
+from engine.ops.cpu.cpu_ops import CpuOps
+from engine.ops.interface import Ops
+from engine.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | None:
+    """The model as one tape, through the cache of `ops`; None where its own forward must run.
+
+    Args:
+        model: what `make_shadow` returned.
+    """
+    try:
+        if not isinstance(ops, CpuOps):
+            raise NotFusedError("its attention does not run in the engine's compiled kernels")
+        if settings.mixed_compile is not None or settings.decode_compile is not None:
+            raise NotFusedError("it is to be compiled")
+        decoder = describe(model)
+        fused = FusedDecoder(decoder, ops, settings.max_batch_tokens, settings.max_requests, settings.context_length)
+    except NotFusedError as reason:
+        logger.info("model: runs by transformers' own forward: %s", reason)
+        return None
+    logger.info("model: runs fused, as %s", decoder.family)
+    return fused
