@@ -21,10 +21,10 @@ from engine.model import layer
 from engine.model.families import FAMILIES, NotFusedError, describe
 from engine.model.layer import RotaryTable
 from engine.model.shadow import make_shadow
-from engine.ops.interface import PackedRows
 from engine.sampling.params import SamplingParams
 from tests.architectures import _HEADS, ARCHITECTURES, VISION, WINDOW, build
 from tests.engine import rows as plain_rows
+from tests.engine.tables import packed_rows
 from tests.engine.test_architectures import LENGTHS, Rows, make_runner, run_in_pieces
 from tests.harness import NO_EOS, collect, config, core_of, running, tokens
 from tests.models import build_tiny, ref, reference
@@ -302,7 +302,7 @@ def all_logits(runner: ModelRunner, ids: torch.Tensor, start: int, count: int) -
     """Of `count` tokens of one row, whose blocks are 1, 2, ..."""
     assert runner._fused is not None
     numbers = (np.array([number]) for number in (start, count, 0))
-    plan: Any = runner._ops.plan(PackedRows(*numbers, block_tables=[[list(range(1, 17))]], num_single=int(count == 1)))
+    plan: Any = runner._ops.plan(packed_rows(*numbers, [[list(range(1, 17))]], int(count == 1)))
     positions = torch.arange(start, start + count)
     return runner._fused(ids[positions], positions, torch.arange(count), plan.groups).clone()
 
