@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MOST = 2**40  # what no machine has of anything
 SCHEDULER_TYPES = ("fifo", "prefill_first")
+QUANTIZATIONS = ("int8",)
 COMPILE_FIELDS = ("fullgraph", "dynamic", "backend", "mode", "options")
 
 
@@ -111,6 +112,16 @@ class ContinuousBatchingConfig:
         0.8, "Share of the host's free memory, in [0, 1], that offloading may take; 0: no offloading."
     )
     max_queue_size: int = _field(0, "Requests that may wait for their first step; 0: no bound.")
+    weight_quantization: str | None = _field(
+        None,
+        "'int8': matrices are kept in 8 bits with a scale for each output, which makes single streams faster and the "
+        "scores less exact; on CPU, for models whose layers run fused. None: in the dtype of the model.",
+    )
+    release_weights: bool = _field(
+        False,
+        "The model is the engine's alone: where packed copies of its weights are computed with, the weights themselves "
+        "are given up, and cannot be changed or used any more.",
+    )
     per_request_processors: bool = _field(
         False, "Requests may bring their own sampling arguments: temperature, top_p, penalties, logit_bias, ..."
     )
@@ -249,6 +260,8 @@ class ContinuousBatchingConfig:
             self._reject("use_async_batching", "True, False or None")
         if not isinstance(self.scheduler_type, str) or self.scheduler_type not in SCHEDULER_TYPES:
             self._reject("scheduler_type", " or ".join(map(repr, SCHEDULER_TYPES)))
+        if self.weight_quantization not in (None, *QUANTIZATIONS):
+            self._reject("weight_quantization", f"None or {' or '.join(map(repr, QUANTIZATIONS))}")
 
     def _check_graphs(self) -> None:
         if isinstance(self.use_cuda_graph, list):

@@ -69,6 +69,8 @@ class Settings:
         auto_switch_to_flash: faster attention may replace the implementation that the model was loaded with.
         host_slots: blocks that the host keeps of those that left the device.
         max_queue_size: requests that may wait to be taken in; 0: any number.
+        weight_quantization: "int8": matrices are kept in 8 bits; None: in the model's dtype.
+        release_weights: weights of which there are packed copies are given up.
         drop_unsupported_processors: unsupported settings of a GenerationConfig are dropped, not refused.
         cpu_group_timeout: seconds until a collective operation between processes fails; None: never.
     """
@@ -98,6 +100,8 @@ class Settings:
     auto_switch_to_flash: bool = True
     host_slots: int = 0
     max_queue_size: int = 0
+    weight_quantization: str | None = None
+    release_weights: bool = False
     drop_unsupported_processors: bool = False
     cpu_group_timeout: float | None = 300.0
 
@@ -171,6 +175,8 @@ def resolve(
         auto_switch_to_flash=config.auto_switch_to_flash,
         host_slots=_host_slots(config, host_memory, block_bytes),
         max_queue_size=config.max_queue_size,
+        weight_quantization=config.weight_quantization,
+        release_weights=config.release_weights,
         drop_unsupported_processors=config.drop_unsupported_processors,
         cpu_group_timeout=config.cpu_group_timeout,
         **{field.name: getattr(acceleration, field.name) for field in dataclasses.fields(acceleration)},

@@ -130,6 +130,7 @@ class ModelConfig(StrictModel):
         """Arguments for ContinuousBatchingConfig: what was asked, over what serving on this device calls for."""
         defaults: dict[str, Any] = {
             "per_request_processors": True,
+            "release_weights": True,  # nobody else has the model
             "max_requests_per_batch": DEFAULT_REQUESTS["cuda" if self.device == "cuda" else "cpu"],
         }
         if self.device == "cpu" and self.engine.get("num_blocks") is None:

@@ -145,6 +145,8 @@ class ModelRunner:
         self._fused = fuse(model, self._ops, settings)
         if self._fused is None and pack:
             pack_linears(model)
+        if self._fused is not None and settings.release_weights:
+            self._source = None  # there is nothing left to follow
         self._make_paths(settings, graph_backend)
         self.probe()
 

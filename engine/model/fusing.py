@@ -23,6 +23,9 @@ def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | None:
 
     Args:
         model: what `make_shadow` returned.
+
+    Raises:
+        NotImplementedError: weights are to be kept in 8 bits, and the model cannot run fused.
     """
     try:
         if not isinstance(ops, CpuOps):
@@ -30,8 +33,23 @@ def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | None:
         if settings.mixed_compile is not None or settings.decode_compile is not None:
             raise NotFusedError("it is to be compiled")
         decoder = describe(model)
-        fused = FusedDecoder(decoder, ops, settings.max_batch_tokens, settings.max_requests, settings.context_length)
+        fused = FusedDecoder(
+            decoder,
+            ops,
+            settings.max_batch_tokens,
+            settings.max_requests,
+            settings.context_length,
+            quantize=settings.weight_quantization is not None,
+            release=settings.release_weights,
+        )
     except NotFusedError as reason:
+        if settings.weight_quantization is not None:
+            raise NotImplementedError(
+                f"weight_quantization={settings.weight_quantization!r} needs a model that runs fused, and this one "
+                f"does not: {reason}"
+            ) from None
+        if settings.release_weights:
+            logger.info("release_weights=True has no effect: there are no packed copies of the model's weights")
         logger.info("model: runs by transformers' own forward: %s", reason)
         return None
     logger.info("model: runs fused, as %s", decoder.family)

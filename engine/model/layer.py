@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from engine.memory import available_memory
 from engine.model.families import Decoder, Layer, Norm, NotFusedError, Rows, rotary_lines
@@ -34,19 +35,33 @@ class FusedDecoder:
         decoder: what `describe` returned.
         ops: bound to the cache, with the windows of its layers.
         tokens, kept, positions: what a step has at most; where one has more, buffers grow.
+        quantize: matrices are kept in 8 bits.
+        release: the model's matrices are given up as soon as they are copied.
 
     Raises:
         NotFusedError: the cache does not fit the model, or the copies do not fit the memory.
     """
 
-    def __init__(self, decoder: Decoder, ops: CpuOps, tokens: int, kept: int, positions: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: CpuOps,
+        tokens: int,
+        kept: int,
+        positions: int,
+        *,
+        quantize: bool = False,
+        release: bool = False,
+    ) -> None:
         if ops.kv_shape != (decoder.num_kv_heads, decoder.head_dim):
             raise NotFusedError(f"the cache is for {ops.kv_shape[0]} heads of {ops.kv_shape[1]}")
         for number, layer in enumerate(decoder.layers):
             if layer.window != ops.window(number):
                 raise NotFusedError(f"layer {number} has a window of {layer.window}, the cache {ops.window(number)}")
-        _check_memory(decoder)
+        if not release:
+            _check_memory(decoder)
         self._decoder, self._ops = decoder, ops
+        self._quantize, self._release = quantize, release
         self._floats: list[_Floats] = []
         self._layers = [self._copy_layer(layer) for layer in decoder.layers]
         self._norm = self._copy_norm(decoder.norm)
@@ -79,7 +94,9 @@ class FusedDecoder:
         return self._logits[:kept]
 
     def refresh(self) -> None:
-        """Copies again what has changed. Cost: one read of the weights."""
+        """Copies again what has changed. Cost: one read of the weights. Weights that were given up cannot change."""
+        if self._release:
+            return
         if (self._embedding is self._head) != self._decoder.is_tied:
             self._copy_head()
             self._build()
@@ -101,10 +118,10 @@ class FusedDecoder:
             weights = self._copy_norm(layer.query_norm), self._copy_norm(layer.key_norm)
             heads = HeadNorms(*weights, self._decoder.epsilon)
         return _LayerCopies(
-            qkv=PackedWeight([part.weight for part in inputs]),
-            output=PackedWeight([layer.output.weight]),
-            gate_up=PackedWeight([layer.gate.weight, layer.up.weight], interleave=True),
-            down=PackedWeight([layer.down.weight]),
+            qkv=self._pack(*inputs),
+            output=self._pack(layer.output),
+            gate_up=self._pack(layer.gate, layer.up, interleave=True),
+            down=self._pack(layer.down),
             qkv_bias=self._copy_bias(*inputs),
             output_bias=self._copy_bias(layer.output),
             gate_up_bias=self._copy_bias(layer.gate, layer.up),
@@ -118,9 +135,20 @@ class FusedDecoder:
 
     def _copy_head(self) -> None:
         """A head that shares the embedding's parameter shares its copy."""
-        head, embedding = self._decoder.head, self._decoder.embedding
-        self._head = PackedWeight([lambda: head.weight])
-        self._embedding = self._head if self._decoder.is_tied else PackedWeight([lambda: embedding.weight])
+        decoder = self._decoder
+        self._head = self._pack(Rows(decoder.head, 0, decoder.head.out_features))
+        self._embedding = self._head
+        if not decoder.is_tied:
+            self._embedding = PackedWeight([lambda: decoder.embedding.weight])
+            if self._release:
+                _give_up(decoder.embedding)
+
+    def _pack(self, *parts: Rows, interleave: bool = False) -> PackedWeight:
+        weight = PackedWeight([part.weight for part in parts], self._quantize, interleave)
+        if self._release:
+            for part in parts:
+                _give_up(part.linear)
+        return weight
 
     def _copy_norm(self, norm: Norm | None) -> Any:
         return None if norm is None else self._copy_floats(norm.weight)
@@ -289,6 +317,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     start = -memory.ctypes.data % _ALIGNMENT
     with torch.inference_mode(False):
         return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
+
+
+def _give_up(module: nn.Linear | nn.Embedding) -> None:
+    """Frees the memory of the weight, which is then empty, for everybody who has it."""
+    module.weight.data = module.weight.data.new_empty(0)
 
 
 def _check_memory(decoder: Decoder) -> None:

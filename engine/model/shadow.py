@@ -132,6 +132,8 @@ def model_facts(model: nn.Module) -> ModelFacts:
     (device,) = devices
     if device.type == "meta":
         raise ValueError("the model's weights are not loaded (device meta)")
+    if not model.get_input_embeddings().weight.numel():  # type: ignore[operator]
+        raise ValueError("the model has given up its weights to another engine (release_weights=True): load it again")
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     num_heads = _uniform(config, "num_attention_heads")
     return ModelFacts(

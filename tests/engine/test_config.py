@@ -54,6 +54,8 @@ EFFECTIVE: dict[str, tuple[Any, str]] = {
     "auto_switch_to_flash": (False, "auto_switch_to_flash"),
     "cpu_offload_space": (0.5, "host_slots"),
     "max_queue_size": (10, "max_queue_size"),
+    "weight_quantization": ("int8", "weight_quantization"),
+    "release_weights": (True, "release_weights"),
     "per_request_processors": (True, "per_request_processors"),
     "drop_unsupported_processors": (True, "drop_unsupported_processors"),
     "cpu_group_timeout": (600.0, "cpu_group_timeout"),
@@ -62,6 +64,7 @@ ELSEWHERE = {
     "cpu_offload_space_safety_threshold",  # test_settings.py: only with cpu_offload_space
     "disable_nccl_graph_mixing",  # below: acts when a config is made
 }
+OURS = {"drop_unsupported_processors", "release_weights", "weight_quantization"}  # that transformers has not
 DEPRECATED = {"block_size", "use_default_compile_configs", "max_cached_graphs"}
 
 
@@ -119,6 +122,8 @@ def test_effective_field(name: str) -> None:
         ("cpu_offload_space", [-1.0, float("inf")]),
         ("cpu_offload_space_safety_threshold", [-0.1, 1.1, None]),
         ("max_queue_size", [-1]),
+        ("weight_quantization", ["int4", 8, True]),
+        ("release_weights", [None, 1]),
         ("per_request_processors", ["true"]),
         ("drop_unsupported_processors", [None]),
         ("disable_nccl_graph_mixing", [0]),
@@ -229,7 +234,7 @@ class TestFromTransformers:
         theirs = transformers.ContinuousBatchingConfig()
         assert ContinuousBatchingConfig.from_transformers(theirs) == ContinuousBatchingConfig()
 
-    @pytest.mark.parametrize("name", EFFECTIVE.keys() - {"drop_unsupported_processors"})
+    @pytest.mark.parametrize("name", EFFECTIVE.keys() - OURS)
     def test_what_is_set_is_kept(self, name: str) -> None:
         value, _ = EFFECTIVE[name]
         theirs = transformers.ContinuousBatchingConfig(**{name: value})
