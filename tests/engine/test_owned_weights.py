@@ -16,7 +16,7 @@ from tests.architectures import ARCHITECTURES
 from tests.harness import NO_EOS, collect, config, core_of, running, tokens
 from tests.models import build_tiny, ref
 
-PROMPT = tokens(1, 20)
+PROMPT = tokens(1, 20, 64)
 
 
 def test_a_model_that_is_the_engines_alone_gives_up_its_weights(tiny: PreTrainedModel) -> None:
