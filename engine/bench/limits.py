@@ -176,21 +176,25 @@ def _plain(dtype: torch.dtype) -> Prepare:
     return prepare
 
 
-def _packed(weight: torch.Tensor) -> Callable[[], object] | None:
-    from engine.model.packed import PackedLinear
+def _engine(dtype: torch.dtype) -> Prepare:
+    """The linear layer that the engine computes with instead of torch's, where it has one for the dtype here."""
 
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
-    packed, x = PackedLinear(linear), torch.randn(_ROWS, weight.shape[1], dtype=torch.bfloat16)
-    return lambda: packed(x)
+    def prepare(weight: torch.Tensor) -> Callable[[], object] | None:
+        from engine.model.packed import pack_linears
+
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=dtype)
+        packed, x = pack_linears(nn.Sequential(linear)), torch.randn(_ROWS, weight.shape[1]).to(dtype)
+        return None if next(packed.children()) is linear else lambda: packed(x)
+
+    return prepare
 
 
-# The best of these is the limit. A linear of the engine's own belongs here as soon as there is one.
+# The best of these is the limit.
 GEMMS: dict[str, Prepare] = {
     "float32": _plain(torch.float32),
     "bfloat16": _plain(torch.bfloat16),
-    "bfloat16 packed": _packed,
+    "engine float32": _engine(torch.float32),
+    "engine bfloat16": _engine(torch.bfloat16),
 }
 
 
