@@ -10,14 +10,19 @@
 
 #include "simd.h"
 
-#include <type_traits>
-
 #if LANES == 16
 constexpr int VECTORS = 3, ROWS = 8;  // 24 of 32 registers hold sums
 #else
 constexpr int VECTORS = 2, ROWS = 6;  // 12 of 16
 #endif
 constexpr int PANEL = VECTORS * LANES;
+constexpr int LINE = 64, AHEAD = 4096;  // bytes of a cache line, and between what is read and what is fetched
+
+
+
+
+
+
 
 inline float to_float(int8_t x) { return x; }
 
@@ -76,28 +81,42 @@ struct Quantized : Product<T> {
 
 // ---- Sums
 
+template <typename W, int PART, int R, int N>
+inline void add_part(Floats (&sum)[R][N], const typename W::Activation* left, int64_t left_stride,
+                     const typename W::Stored* right, int64_t panel_stride) {
+    auto column = [=](int n) {
+        return W::template part<PART>(right + n / VECTORS * panel_stride + n % VECTORS * LANES * W::STEP);
+    };
+    if constexpr (R == 1) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) sum[0][n] = W::add(sum[0][n], left + PART, column(n));
+    } else {
+        decltype(column(0)) columns[N];
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) columns[n] = column(n);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) sum[r][n] = W::add(sum[r][n], left + r * left_stride + PART, columns[n]);
+    }
+}
+
 // Adds to sums [R, P * PANEL] (or sets them) the products of R rows with P panels over `steps` steps.
 template <typename W, int R, int P>
 __attribute__((noinline)) void add_products(const typename W::Activation* left, int64_t left_stride,
                                             const typename W::Stored* right, int64_t panel_stride, int64_t steps,
                                             float* sums, int64_t sums_stride, bool set) {
-    constexpr int N = P * VECTORS;
+    constexpr int N = P * VECTORS, STEP_BYTES = PANEL * W::STEP * sizeof(typename W::Stored);
     Floats sum[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) sum[r][n] = set ? Floats{} : load(sums + r * sums_stride + n * LANES);
     for (int64_t step = 0; step < steps; step++) {
-        auto add_part = [&](auto part) {
-            decltype(W::template part<0>(right)) columns[N];
-#pragma GCC unroll 16
-            for (int n = 0; n < N; n++)
-                columns[n] = W::template part<part>(right + n / VECTORS * panel_stride + n % VECTORS * LANES * W::STEP);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-                for (int n = 0; n < N; n++) sum[r][n] = W::add(sum[r][n], left + r * left_stride + part, columns[n]);
-        };
-        add_part(std::integral_constant<int, 0>());
-        if constexpr (W::PARTS == 2) add_part(std::integral_constant<int, 1>());
+        if (STEP_BYTES >= LINE || step % (LINE / STEP_BYTES) == 0)
+            for (int p = 0; p < P; p++)
+                for (int byte = 0; byte < STEP_BYTES; byte += LINE)
+                    __builtin_prefetch((const char*)(right + p * panel_stride) + byte + AHEAD);
+        add_part<W, 0>(sum, left, left_stride, right, panel_stride);
+        if constexpr (W::PARTS == 2) add_part<W, 1>(sum, left, left_stride, right, panel_stride);
         left += W::STEP;
         right += PANEL * W::STEP;
     }
