@@ -26,16 +26,16 @@ constexpr int LINE = 64, AHEAD = 4096;  // bytes of a cache line, and between wh
 
 inline float to_float(int8_t x) { return x; }
 
-inline Floats load(const int8_t* from) {
+inline Floats load(const int8_t* from) {  // by intrinsics, since GCC makes scalar code of vectors of bytes
 #if defined(__AVX512F__) && LANES == 16
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+    const Ints wide = (Ints)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)from));
 #elif defined(__AVX2__) && LANES == 8
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+    const Ints wide = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
-    Floats value;
-    for (int i = 0; i < LANES; i++) value[i] = from[i];
-    return value;
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    const Ints wide = __builtin_convertvector(load_as<Bytes>(from), Ints);
 #endif
+    return __builtin_convertvector(wide, Floats);
 }
 
 // ---- What weights are stored as
@@ -46,6 +46,7 @@ inline Floats load(const int8_t* from) {
 template <typename T>
 struct Plain : Product<T> {
     typedef T Stored;
+    typedef Plain Wide;  // as it is multiplied
     static constexpr int STEP = Product<T>::STEP, PARTS = 1;
     static int64_t place(int64_t k, int64_t output) { return output * STEP + k; }
     template <int>
@@ -56,6 +57,7 @@ struct Plain : Product<T> {
 template <>
 struct Plain<Bf16> : Product<float> {
     typedef Bf16 Stored;
+    typedef Plain Wide;
     static constexpr int STEP = 2, PARTS = 2;
     static int64_t place(int64_t k, int64_t output) { return output * STEP + k; }
     template <int K>
@@ -70,6 +72,7 @@ struct Plain<Bf16> : Product<float> {
 template <typename T>
 struct Quantized : Product<T> {
     typedef int8_t Stored;
+    typedef Plain<T> Wide;
     static constexpr int STEP = Product<T>::STEP, PARTS = 1;
     static int64_t place(int64_t k, int64_t output) { return (output / LANES * STEP + k) * LANES + output % LANES; }
     template <int>
@@ -78,6 +81,15 @@ struct Quantized : Product<T> {
         else return (Words)load(from) >> 16 | (Words)load(from + LANES);  // whole numbers below 2^8 are bf16 numbers
     }
 };
+
+template <typename T>
+void widen(const int8_t* panel, int64_t steps, T* wide) {  // to the panel that Plain<T> multiplies
+    constexpr int NUMBERS = LANES * Product<T>::STEP;
+    for (int64_t i = 0; i < steps * PANEL * Product<T>::STEP; i += NUMBERS) {
+        const typename Product<T>::Right numbers = Quantized<T>::template part<0>(panel + i);
+        memcpy(wide + i, &numbers, sizeof numbers);
+    }
+}
 
 // ---- Sums
 
