@@ -18,6 +18,7 @@ from engine.model.shadow import make_shadow
 from engine.ops.cpu.build import BuildError
 from tests.models import build_tiny
 
+
 def linear(inputs: int = 48, outputs: int = 33, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
