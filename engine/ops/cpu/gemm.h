@@ -10,27 +10,32 @@
 
 #include "simd.h"
 
-#include <type_traits>
-
 #if LANES == 16
 constexpr int VECTORS = 3, ROWS = 8;  // 24 of 32 registers hold sums
 #else
 constexpr int VECTORS = 2, ROWS = 6;  // 12 of 16
 #endif
 constexpr int PANEL = VECTORS * LANES;
+constexpr int LINE = 64, AHEAD = 4096;  // bytes of a cache line, and between what is read and what is fetched
+
+
+
+
+
+
 
 inline float to_float(int8_t x) { return x; }
 
-inline Floats load(const int8_t* from) {
+inline Floats load(const int8_t* from) {  // by intrinsics, since GCC makes scalar code of vectors of bytes
 #if defined(__AVX512F__) && LANES == 16
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+    const Ints wide = (Ints)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)from));
 #elif defined(__AVX2__) && LANES == 8
-    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+    const Ints wide = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
-    Floats value;
-    for (int i = 0; i < LANES; i++) value[i] = from[i];
-    return value;
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
+    const Ints wide = __builtin_convertvector(load_as<Bytes>(from), Ints);
 #endif
+    return __builtin_convertvector(wide, Floats);
 }
 
 // ---- What weights are stored as
@@ -41,6 +46,7 @@ inline Floats load(const int8_t* from) {
 template <typename T>
 struct Plain : Product<T> {
     typedef T Stored;
+    typedef Plain Wide;  // as it is multiplied
     static constexpr int STEP = Product<T>::STEP, PARTS = 1;
     static int64_t place(int64_t k, int64_t output) { return output * STEP + k; }
     template <int>
@@ -51,6 +57,7 @@ struct Plain : Product<T> {
 template <>
 struct Plain<Bf16> : Product<float> {
     typedef Bf16 Stored;
+    typedef Plain Wide;
     static constexpr int STEP = 2, PARTS = 2;
     static int64_t place(int64_t k, int64_t output) { return output * STEP + k; }
     template <int K>
@@ -65,6 +72,7 @@ struct Plain<Bf16> : Product<float> {
 template <typename T>
 struct Quantized : Product<T> {
     typedef int8_t Stored;
+    typedef Plain<T> Wide;
     static constexpr int STEP = Product<T>::STEP, PARTS = 1;
     static int64_t place(int64_t k, int64_t output) { return (output / LANES * STEP + k) * LANES + output % LANES; }
     template <int>
@@ -74,30 +82,53 @@ struct Quantized : Product<T> {
     }
 };
 
+template <typename T>
+void widen(const int8_t* panel, int64_t steps, T* wide) {  // to the panel that Plain<T> multiplies
+    constexpr int NUMBERS = LANES * Product<T>::STEP;
+    for (int64_t i = 0; i < steps * PANEL * Product<T>::STEP; i += NUMBERS) {
+        const typename Product<T>::Right numbers = Quantized<T>::template part<0>(panel + i);
+        memcpy(wide + i, &numbers, sizeof numbers);
+    }
+}
+
 // ---- Sums
+
+template <typename W, int PART, int R, int N>
+inline void add_part(Floats (&sum)[R][N], const typename W::Activation* left, int64_t left_stride,
+                     const typename W::Stored* right, int64_t panel_stride) {
+    auto column = [=](int n) {
+        return W::template part<PART>(right + n / VECTORS * panel_stride + n % VECTORS * LANES * W::STEP);
+    };
+    if constexpr (R == 1) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) sum[0][n] = W::add(sum[0][n], left + PART, column(n));
+    } else {
+        decltype(column(0)) columns[N];
+#pragma GCC unroll 16
+        for (int n = 0; n < N; n++) columns[n] = column(n);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) sum[r][n] = W::add(sum[r][n], left + r * left_stride + PART, columns[n]);
+    }
+}
 
 // Adds to sums [R, P * PANEL] (or sets them) the products of R rows with P panels over `steps` steps.
 template <typename W, int R, int P>
 __attribute__((noinline)) void add_products(const typename W::Activation* left, int64_t left_stride,
                                             const typename W::Stored* right, int64_t panel_stride, int64_t steps,
                                             float* sums, int64_t sums_stride, bool set) {
-    constexpr int N = P * VECTORS;
+    constexpr int N = P * VECTORS, STEP_BYTES = PANEL * W::STEP * sizeof(typename W::Stored);
     Floats sum[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) sum[r][n] = set ? Floats{} : load(sums + r * sums_stride + n * LANES);
     for (int64_t step = 0; step < steps; step++) {
-        auto add_part = [&](auto part) {
-            decltype(W::template part<0>(right)) columns[N];
-#pragma GCC unroll 16
-            for (int n = 0; n < N; n++)
-                columns[n] = W::template part<part>(right + n / VECTORS * panel_stride + n % VECTORS * LANES * W::STEP);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-                for (int n = 0; n < N; n++) sum[r][n] = W::add(sum[r][n], left + r * left_stride + part, columns[n]);
-        };
-        add_part(std::integral_constant<int, 0>());
-        if constexpr (W::PARTS == 2) add_part(std::integral_constant<int, 1>());
+        if (STEP_BYTES >= LINE || step % (LINE / STEP_BYTES) == 0)
+            for (int p = 0; p < P; p++)
+                for (int byte = 0; byte < STEP_BYTES; byte += LINE)
+                    __builtin_prefetch((const char*)(right + p * panel_stride) + byte + AHEAD);
+        add_part<W, 0>(sum, left, left_stride, right, panel_stride);
+        if constexpr (W::PARTS == 2) add_part<W, 1>(sum, left, left_stride, right, panel_stride);
         left += W::STEP;
         right += PANEL * W::STEP;
     }

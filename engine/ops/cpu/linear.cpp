@@ -54,14 +54,22 @@ struct Layout {
         : half(w.interleaved ? w.outputs / 2 : w.outputs), panels(ceil_div(half, PANEL) * (w.interleaved ? 2 : 1)) {}
 };
 
+// The numbers of one output, along K.
 template <typename W>
-typename W::Stored* place_of(const Weight& w, int64_t output, int64_t k) {
-    const Layout layout(w);
-    const int64_t row = output % layout.half, part = output / layout.half;
-    const int64_t panel = w.interleaved ? row / PANEL * 2 + part : row / PANEL;
-    const int64_t step = panel * ceil_div(w.inputs, W::STEP) + k / W::STEP;
-    return (typename W::Stored*)w.panels + step * PANEL * W::STEP + W::place(k % W::STEP, row % PANEL);
-}
+struct Column {
+    typename W::Stored* first;
+
+    Column(const Weight& w, int64_t output) {
+        const Layout layout(w);
+        const int64_t row = output % layout.half, part = output / layout.half;
+        const int64_t panel = w.interleaved ? row / PANEL * 2 + part : row / PANEL;
+        const int64_t size = ceil_div(w.inputs, W::STEP) * W::STEP * PANEL;
+        first = (typename W::Stored*)w.panels + panel * size + W::place(0, row % PANEL);
+    }
+    typename W::Stored& operator[](int64_t k) const {
+        return first[k / W::STEP * W::STEP * PANEL + W::place(k % W::STEP, 0)];
+    }
+};
 
 // ---- Finishing sums
 
@@ -101,8 +109,9 @@ inline Floats load_some(const float* from, int64_t count) {
 
 // One row's sums of panels [first, last); their outputs to the row at `out`.
 template <typename A>
-void finish(const Linear& op, const Layout& layout, const float* sums, int64_t first, int64_t last, A* out) {
+void finish(const Linear& op, const float* sums, int64_t first, int64_t last, A* out) {
     const Weight& w = *op.weight;
+    const Layout layout(w);
     auto complete = [&](const float* sum, int64_t output, int64_t count) {
         Floats value = load(sum);
         if (w.scales) value *= load_some(w.scales + output, count);
@@ -125,9 +134,14 @@ void finish(const Linear& op, const Layout& layout, const float* sums, int64_t f
 // ---- Blocks
 
 constexpr int64_t BLOCK_ROWS = 16 * ROWS;
-constexpr int64_t BLOCK_BYTES = 24 << 10;  // of a panel
-constexpr int64_t GROUP = 8;               // panels of a piece of BLOCK_ROWS rows
-constexpr int64_t CAPACITY = BLOCK_ROWS * GROUP * PANEL;
+constexpr int64_t BLOCK_BYTES = 24 << 10;  // of a panel, as it is multiplied: half of a first-level cache, or more
+constexpr int64_t GROUP = 8;               // panels that a piece of BLOCK_ROWS rows has room for
+constexpr int64_t PIECES = 8;              // for each thread, so that one that is held up does less
+
+struct Scratch {
+    float sums[BLOCK_ROWS * GROUP * PANEL];
+    char wide[BLOCK_BYTES];
+};
 
 // Panels that are multiplied at once: with few rows one has too few sums to hide the latency of an addition.
 constexpr int together(int rows) { return rows == 1 ? 4 : rows <= ROWS / 2 ? 2 : 1; }
@@ -136,80 +150,107 @@ template <typename W>
 using AddProducts = decltype(&add_products<W, 1, 1>);
 
 template <typename W, int R = ROWS>
-AddProducts<W> products_for(int64_t rows, bool alone) {
+AddProducts<W> products_of(int64_t rows, bool alone) {
     if constexpr (R > 1)
-        if (rows < R) return products_for<W, R - 1>(rows, alone);
+        if (rows < R) return products_of<W, R - 1>(rows, alone);
     return alone ? add_products<W, R, 1> : add_products<W, R, together(R)>;
 }
 
 template <typename W>
-struct Rows {
-    const typename W::Activation* first;
-    int64_t stride;
+struct Block {  // `steps` steps of some rows and panels
+    const typename W::Activation* left;
+    int64_t left_stride, rows;
+    const typename W::Stored* right;
+    int64_t panel_stride, panels, steps;
+    float* sums;  // [rows, panels * PANEL]
+    int64_t sums_stride;
+    bool set;  // the sums, instead of adding to them
 };
 
-// sums [rows, panels * PANEL] of `steps` steps of W from `right`; blocks of rows differ by one row at most.
+// Sub-blocks of rows differ by one row at most, since small ones are slow.
 template <typename W>
-void add_block(const typename W::Activation* left, int64_t left_stride, int64_t rows, const typename W::Stored* right,
-               int64_t panel_stride, int64_t panels, int64_t steps, float* sums, bool set) {
-    const int64_t blocks = ceil_div(rows, ROWS), sums_stride = panels * PANEL;
-    const int64_t most = blocks == 1 ? together(rows) : 1;
-    for (int64_t panel = 0; panel < panels;) {
-        const int64_t count = panel + most <= panels ? most : 1;
-        for (int64_t b = 0; b < blocks; b++) {
-            const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-            products_for<W>(end - begin, count == 1)(left + begin * left_stride, left_stride, right, panel_stride,
-                                                     steps, sums + begin * sums_stride + panel * PANEL, sums_stride,
-                                                     set);
+void add_block(const Block<W>& b) {
+    const int64_t parts = ceil_div(b.rows, ROWS), most = parts == 1 ? together(b.rows) : 1;
+    for (int64_t panel = 0, count; panel < b.panels; panel += count) {
+        count = panel + most <= b.panels ? most : 1;
+        for (int64_t i = 0; i < parts; i++) {
+            const int64_t begin = b.rows * i / parts, end = b.rows * (i + 1) / parts;
+            products_of<W>(end - begin, count == 1)(
+                b.left + begin * b.left_stride, b.left_stride, b.right + panel * b.panel_stride, b.panel_stride,
+                b.steps, b.sums + begin * b.sums_stride + panel * PANEL, b.sums_stride, b.set);
         }
-        panel += count;
-        right += count * panel_stride;
+    }
+}
+
+// With many rows pairs of bytes are widened once for all. (Single bytes are widened in time: other units do it.)
+template <typename T>
+void add_block_in(const Block<Plain<T>>& block, void*) { add_block(block); }
+
+template <typename T>
+void add_block_in(const Block<Quantized<T>>& b, void* scratch) {
+    if (Product<T>::STEP == 1 || b.rows <= 2 * ROWS) return add_block(b);
+    T* wide = (T*)scratch;
+    for (int64_t panel = 0; panel < b.panels; panel++) {
+        widen(b.right + panel * b.panel_stride, b.steps, wide);
+        add_block(Block<Plain<T>>{b.left, b.left_stride, b.rows, wide, 0, 1, b.steps, b.sums + panel * PANEL,
+                                  b.sums_stride, b.set});
     }
 }
 
 template <typename W>
-void piece(const Linear& op, const Layout& layout, int64_t row, int64_t rows, int64_t first, int64_t last,
-           float* sums) {
-    typedef typename W::Activation A;
-    const Weight& w = *op.weight;
-    const A* x = (const A*)op.x + row * op.x_stride;
-    const int64_t whole = w.inputs / W::STEP, steps = ceil_div(w.inputs, W::STEP);
-    const int64_t panel_stride = steps * W::STEP * PANEL;
-    const auto* right = (const typename W::Stored*)w.panels + first * panel_stride;
-    const int64_t blocks = ceil_div(whole * W::STEP * PANEL * sizeof(typename W::Stored), BLOCK_BYTES);
-    for (int64_t b = 0; b < blocks; b++) {
-        const int64_t begin = whole * b / blocks, end = whole * (b + 1) / blocks;
-        add_block<W>(x + begin * W::STEP, op.x_stride, rows, right + begin * W::STEP * PANEL, panel_stride,
-                     last - first, end - begin, sums, b == 0);
+void add_up(const Linear& op, const typename W::Activation* x, int64_t rows, int64_t first, int64_t panels,
+            Scratch& scratch) {
+    constexpr int64_t NUMBERS = W::STEP * PANEL;  // of a step
+    constexpr int64_t MOST = BLOCK_BYTES / (NUMBERS * sizeof(typename W::Wide::Stored));
+    const int64_t inputs = op.weight->inputs, whole = inputs / W::STEP, blocks = ceil_div(whole, MOST);
+    const int64_t panel_stride = ceil_div(inputs, W::STEP) * NUMBERS, sums_stride = panels * PANEL;
+    const auto* right = (const typename W::Stored*)op.weight->panels + first * panel_stride;
+    for (int64_t i = 0; i < blocks; i++) {
+        const int64_t begin = whole * i / blocks, end = whole * (i + 1) / blocks;
+        add_block_in(Block<W>{x + begin * W::STEP, op.x_stride, rows, right + begin * NUMBERS, panel_stride, panels,
+                              end - begin, scratch.sums, sums_stride, i == 0},
+                     scratch.wide);
     }
-    if (whole < steps) {  // K is odd: the last number, and 0
-        A left[BLOCK_ROWS][2] = {};
-        for (int64_t r = 0; r < rows; r++) left[r][0] = x[r * op.x_stride + w.inputs - 1];
-        add_block<W>(left[0], 2, rows, right + whole * W::STEP * PANEL, panel_stride, last - first, 1, sums,
-                     blocks == 0);
+    if (whole * W::STEP < inputs) {  // K is odd: the last number, and 0
+        typename W::Activation last[BLOCK_ROWS][2] = {};
+        for (int64_t r = 0; r < rows; r++) last[r][0] = x[r * op.x_stride + inputs - 1];
+        add_block(Block<W>{last[0], 2, rows, right + whole * NUMBERS, panel_stride, panels, 1, scratch.sums,
+                           sums_stride, blocks == 0});
     }
-    for (int64_t r = 0; r < rows; r++, sums += (last - first) * PANEL)
-        if (op.out_fp32) finish(op, layout, sums, first, last, (float*)op.out + (row + r) * op.out_stride);
-        else finish(op, layout, sums, first, last, (A*)op.out + (row + r) * op.out_stride);
 }
 
+// ---- Pieces: `rows` rows and panels [first, last)
+
+template <typename W>
+void piece(const Linear& op, int64_t row, int64_t rows, int64_t first, int64_t last, Scratch& scratch) {
+    typedef typename W::Activation A;
+    add_up<W>(op, (const A*)op.x + row * op.x_stride, rows, first, last - first, scratch);
+    for (int64_t r = 0; r < rows; r++) {
+        const float* sums = scratch.sums + r * (last - first) * PANEL;
+        const int64_t place = (row + r) * op.out_stride;
+        if (op.out_fp32) finish(op, sums, first, last, (float*)op.out + place);
+        else finish(op, sums, first, last, (A*)op.out + place);
+    }
+}
+
+// Some pieces for each thread, of as many panels as scratch memory has room for. Pieces of the same rows follow each
+// other, so that the rows stay in the second-level cache.
 template <typename W>
 void linear(const void* arguments, const Step& step, Team& team) {
-    alignas(64) static thread_local float scratch[CAPACITY];
-    float* sums = scratch;
+    alignas(64) static thread_local Scratch own;
+    Scratch& scratch = own;
     const Linear& op = *(const Linear*)arguments;
-    const Layout layout(*op.weight);
-    const int64_t rows = op.kept ? step.kept : step.tokens;
-    if (!rows) return;
-    const int64_t chunks = ceil_div(rows, BLOCK_ROWS), chunk = ceil_div(rows, chunks);
-    int64_t group = ceil_div(layout.panels * chunks, 8 * team.threads);
-    group = std::min(std::max<int64_t>(group, together(std::min<int64_t>(chunk, ROWS))), CAPACITY / (chunk * PANEL));
-    group = std::max<int64_t>(group / 2 * 2, 2);  // halves of interleaved weights stay together
-    const int64_t groups = ceil_div(layout.panels, group);
+    const int64_t rows = op.kept ? step.kept : step.tokens, panels = Layout(*op.weight).panels;
+    if (rows == 0) return;
+    const int64_t chunk = ceil_div(rows, ceil_div(rows, BLOCK_ROWS)), chunks = ceil_div(rows, chunk);
+    const int64_t least = std::max(2, together(std::min<int64_t>(chunk, ROWS)));
+    const int64_t most = BLOCK_ROWS * GROUP / chunk;
+    const int64_t fair = ceil_div(panels * chunks, PIECES * team.threads);
+    const int64_t group = std::min(std::max(fair, least), most) / 2 * 2;  // interleaved panels stay together
+    const int64_t groups = ceil_div(panels, group);
     for (int64_t i = team.take(); i < chunks * groups; i = team.take()) {
         const int64_t row = i / groups * chunk, first = i % groups * group;
-        if (row < rows)
-            piece<W>(op, layout, row, std::min(chunk, rows - row), first, std::min(first + group, layout.panels), sums);
+        piece<W>(op, row, std::min(chunk, rows - row), first, std::min(first + group, panels), scratch);
     }
 }
 
@@ -223,7 +264,8 @@ void embed(const void* arguments, const Step& step, Team& team) {
         const int64_t id = step.ids[token];
         const float scale = op.scale * (w.scales ? w.scales[id] : 1.0f);
         float* out = op.out + token * op.out_stride;
-        for (int64_t k = 0; k < w.inputs; k++) out[k] = to_float(*place_of<W>(w, id, k)) * scale;
+        const Column<W> column(w, id);
+        for (int64_t k = 0; k < w.inputs; k++) out[k] = to_float(column[k]) * scale;
     }
 }
 
@@ -250,7 +292,8 @@ template <typename W, typename T>
 void pack(const Weight& w, const T* rows, int64_t stride, int64_t first, int64_t count) {
     for (int64_t i = 0; i < count; i++, rows += stride) {
         const float scale = w.scales ? w.scales[first + i] = scale_of(rows, w.inputs) : 1;
-        for (int64_t k = 0; k < w.inputs; k++) pack_number(*place_of<W>(w, first + i, k), rows[k], scale);
+        const Column<W> column(w, first + i);
+        for (int64_t k = 0; k < w.inputs; k++) pack_number(column[k], rows[k], scale);
     }
 }
 
