@@ -22,16 +22,6 @@ struct Arguments {
     int32_t inputs_are_bf16;
 };
 
-// [count, dim] in the cache's dtype.
-template <typename T, typename From>
-void convert(T* to, const From* from, int64_t stride, int64_t count, int64_t dim) {
-    for (int64_t t = 0; t < count; t++, from += stride, to += dim) {
-        int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d));
-        for (; d < dim; d++) from_float(to[d], to_float(from[d]));
-    }
-}
-
 // Lines [count, dim] to the K of a block that begins at `to`.
 template <typename T, int STEP>
 void write_keys(T* to, const T* lines, int64_t slot, int64_t count, int64_t page, int64_t dim) {
@@ -74,12 +64,12 @@ void write(const Arguments& a, const Step& step, Team& team) {
             for (count = 1; token + count < end && slot + count < a.page; count++)
                 if (rows.slots[token + count] != rows.slots[token] + count) break;
             for (int64_t head = 0; head < a.kv_heads; head++) {
+                const From* key = (const From*)a.key + token * a.key_stride + head * a.key_head_stride;
+                const From* value = (const From*)a.value + token * a.value_stride + head * a.value_head_stride;
                 const int64_t at = (block * a.kv_heads + head) * a.page * a.dim;
-                convert(lines, (const From*)a.key + token * a.key_stride + head * a.key_head_stride, a.key_stride, count,
-                        a.dim);
+                for (int64_t t = 0; t < count; t++) convert(lines + t * a.dim, key + t * a.key_stride, a.dim);
                 write_keys<T, STEP>(keys + at, lines, slot, count, a.page, a.dim);
-                convert(lines, (const From*)a.value + token * a.value_stride + head * a.value_head_stride,
-                        a.value_stride, count, a.dim);
+                for (int64_t t = 0; t < count; t++) convert(lines + t * a.dim, value + t * a.value_stride, a.dim);
                 write_values<T, STEP>(values + at, lines, slot, count, a.dim);
             }
         }
@@ -95,5 +85,5 @@ void write(const void* arguments, const Step& step, Team& team) {
 
 }  // namespace
 
-extern "C" void write_bf16(const void* arguments, const Step& step, Team& team) { write<Bf16>(arguments, step, team); }
-extern "C" void write_fp32(const void* arguments, const Step& step, Team& team) { write<float>(arguments, step, team); }
+extern "C" void write_bf16(const void* a, const Step& step, Team& team) { write<Bf16>(a, step, team); }
+extern "C" void write_fp32(const void* a, const Step& step, Team& team) { write<float>(a, step, team); }

@@ -94,7 +94,14 @@ inline void store_first(Bf16* to, Floats value, int64_t count) {
     memcpy(to, &halves, count * sizeof(Bf16));
 }
 
-inline Floats broadcast(float x) { return Floats{} + x; }
+template <typename To, typename From>
+inline void convert(To* to, const From* from, int64_t count) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+    for (; i < count; i++) from_float(to[i], to_float(from[i]));
+}
+
+inline Floats broadcast(float x) { return x - Floats{}; }  // adding would turn -0 into 0
 
 // ---- The product
 
