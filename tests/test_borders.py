@@ -81,7 +81,8 @@ def test_importing_the_engine_alone_is_light() -> None:
 def test_the_public_names_load_neither_torch_nor_transformers() -> None:
     """What they cost is then the engine's own; the models that they are used on bring both."""
     child = (
-        "import sys; before = set(sys.modules); from engine import *; from engine import generate_batch, install, ContinuousBatchingManager;"
+        "import sys; before = set(sys.modules); from engine import *;"
+        "from engine import generate_batch, install, ContinuousBatchingManager;"
         "import engine.model.loader, engine.ops.cpu.prebuild;"
         "tops = {name.partition('.')[0] for name in set(sys.modules) - before};"
         "sys.exit(str(sorted(tops - sys.stdlib_module_names)))"

@@ -186,8 +186,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup(self) -> None:
-        """Runs a largest and a smallest step through the real path, so that no request pays for first-time set-up.
+        """Runs a large and a smallest step through the real path, so that no request pays for first-time set-up.
 
+        On CPU, where a step's size sets nothing up unless the forward is compiled, the large one is small too.
         Where steps are replayed, the largest mixed one and every size of decode-only ones are recorded, the largest
         first, in whose memory the others then fit. K/V goes to the trash block.
         """

@@ -88,7 +88,7 @@ def test_engine_thread_itself_computes_with_threads_that_ray_did_not_choose(
     config = ModelConfig(**tiny_model(tiny_http_path, device="cpu", num_threads=3))
     actor = ray.remote(EngineActor).options(num_cpus=0.5).remote(config)
     try:
-        facts = ray.get(actor.start.remote(), timeout=wait_limit(60))
+        facts = ray.get(actor.start.remote(), timeout=wait_limit(180))
         environment = ray.get(actor.environment.remote(), timeout=wait_limit(30))
         assert (environment["omp_num_threads"], environment["threads"], facts["threads"]) == ("1", 3, 3)
     finally:
