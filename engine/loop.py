@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from engine.core import EngineCore
 from engine.delivery import Delivery, Receiver
 from engine.distributed.coordinator import Alone, Coordinator, Turn
+from engine.execution.threads import compute_threads, use_compute_threads
 from engine.outputs import GenerationOutput
 from engine.pausing import PauseGate
 from engine.request import FinishReason, Request, RequestStatus
@@ -49,6 +50,7 @@ class EngineLoop:
     Attributes:
         room: where submissions wait for places, if `max_waiting` bounds them.
         is_parked: this turn is no step but part of a pause.
+        num_threads: compute threads of the engine thread, in its own words; None before it has told.
         fatal_error: what ended the thread; None while it is well.
         last_step_time: `time.monotonic()` when the last turn ended, or the last wait for one.
     """
@@ -75,12 +77,18 @@ class EngineLoop:
         self._done = threading.Event()
         self._process = os.getpid()
         self.room = WaitingRoom(max_waiting)
+        self.num_threads: int | None = None
         self.fatal_error: BaseException | None = None
         self.last_step_time = time.monotonic()
 
-    def start(self, core: EngineCore, owner: object) -> None:
-        """Serve. When `owner` is dropped, or alive at the interpreter's exit, the thread ends."""
+    def start(self, core: EngineCore, owner: object, num_threads: int | None = None) -> None:
+        """Serve. When `owner` is dropped, or alive at the interpreter's exit, the thread ends.
+
+        Args:
+            num_threads: how many threads the engine thread computes with; None leaves that to torch.
+        """
         self._core = core
+        self._asked_threads = num_threads
         self._delivery.begin()
         self._abandoning = weakref.finalize(owner, _abandon, self)
         self._thread.start()
@@ -234,6 +242,9 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            if self._asked_threads is not None:
+                use_compute_threads(self._asked_threads)
+                self.num_threads = compute_threads()
             while self._take_turn():
                 pass
         except BaseException as error:  # the thread's last words: callers must learn why

@@ -19,6 +19,7 @@ from engine.delivery import Receiver, ResultHandler
 from engine.distributed.coordinator import Coordinator
 from engine.intake import Intake, check_timeout, refused_output
 from engine.loop import describe_error
+from engine.ops.cpu import prebuild
 from engine.outputs import GenerationOutput
 from engine.request import Request
 from engine.sampling.resolve import merge_generation_config
@@ -62,6 +63,8 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
             model, generation_config, drop_unsupported=self.config.drop_unsupported_processors
         )
         facts, asked = model_facts(model), self.config
+        if facts.device_type == "cpu" and asked.auto_switch_to_flash:
+            prebuild.start()
         coordinator = coordinator or coordinator_for(model, self.config.cpu_group_timeout)
         settings = coordinator.agree_settings(lambda: resolve(asked, facts, workload_hints))
         super().__init__(model, settings, coordinator)

@@ -19,7 +19,7 @@ from engine.build import build_core
 from engine.core import EngineCore
 from engine.delivery import Delivery
 from engine.distributed.coordinator import Coordinator
-from engine.execution.threads import release_openmp_threads
+from engine.execution.threads import compute_threads, release_openmp_threads
 from engine.intake import check_timeout
 from engine.loop import EngineLoop, describe_error
 from engine.settings import Settings
@@ -37,12 +37,16 @@ class Sessions:
         model: never modified; its weights are shared.
         settings: of the engine.
         coordinator: agrees on every turn with other processes that run the same model.
+
+    The engine thread computes with as many threads as torch would use in the thread that made the manager, at that
+    time (`torch.set_num_threads`).
     """
 
     def __init__(self, model: PreTrainedModel, settings: Settings, coordinator: Coordinator) -> None:
         self.settings = settings
         self._model: PreTrainedModel | None = model
         self._coordinator = coordinator
+        self._num_threads = compute_threads()
         self._delivery = Delivery()
         self._core: EngineCore | None = None
         self._loop = self._new_loop()
@@ -71,7 +75,7 @@ class Sessions:
                 self._loop = self._new_loop()
             if self.settings.device_type == "cpu":
                 release_openmp_threads()
-            self._loop.start(core, owner=self)
+            self._loop.start(core, owner=self, num_threads=self._num_threads)
 
     def warmup(self) -> None:
         """Build the engine and run the model once, so that the first request meets no set-up cost.
@@ -87,6 +91,11 @@ class Sessions:
     def is_running(self) -> bool:
         """True while the engine thread lives."""
         return self._loop.is_running
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads of the engine, in the engine thread's own words once it runs."""
+        return self._loop.num_threads or self._num_threads
 
     @property
     def fatal_error(self) -> BaseException | None:

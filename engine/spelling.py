@@ -9,8 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationMixin
-
 from engine.generate import (
     continuous_batching_context_manager,
     destroy_cached_continuous_batching_manager,
@@ -27,6 +25,8 @@ def install() -> None:
     """Make the spelling of transformers run here: `model.generate_batch(...)`, `model.init_continuous_batching(...)`,
     `model.continuous_batching_context_manager(...)`, `model.destroy_cached_continuous_batching_manager()` and
     `model.generate(..., cache_implementation="paged")` of every transformers model, with either config class."""
+    from transformers import GenerationMixin
+
     for name, function in _METHODS.items():
         setattr(GenerationMixin, name, function)
     if not hasattr(GenerationMixin.generate, _ROUTED):
@@ -35,6 +35,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install`. No effect when it was not called."""
+    from transformers import GenerationMixin
+
     for name, function in _METHODS.items():
         if GenerationMixin.__dict__.get(name) is function:
             delattr(GenerationMixin, name)

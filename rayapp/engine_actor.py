@@ -7,6 +7,7 @@ or routing. The module imports neither torch nor the engine; `start` does, in th
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import queue
@@ -111,13 +112,12 @@ class EngineActor:
         return {**self._engine.stats(), "streams": self._streams, "served": self._served}
 
     async def environment(self) -> dict[str, Any]:
-        """Where this process runs, for operators and tests: pid, visible devices, threads."""
-        import torch
-
+        """Where this process runs, for operators and tests: pid, visible devices, threads of the engine."""
         return {
             "pid": os.getpid(),
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "threads": torch.get_num_threads(),
+            "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+            "threads": self._engine.num_threads,
         }
 
     def _pause(self) -> float:
@@ -132,6 +132,11 @@ class EngineActor:
 
     def _load(self) -> ContinuousBatchingManager:
         """Runs in a thread of its own: resolving, loading and sizing take seconds to minutes."""
+        config = self._config
+        if config.device == "cpu":  # before torch is loaded, which takes as long as the compiler
+            from engine.ops.cpu import prebuild
+
+            prebuild.start()
         import torch
         from transformers.utils import logging as transformers_logging
 
@@ -140,7 +145,6 @@ class EngineActor:
         from engine.model.loader import load_model
         from rayapp.models import resolve
 
-        config = self._config
         if config.device == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(
                 f"model {config.name!r} has device: cuda, but torch {torch.__version__} finds no CUDA device on this "
@@ -148,6 +152,7 @@ class EngineActor:
             )
         transformers_logging.disable_progress_bar()
         # Ray sets OMP_NUM_THREADS from the actor's CPUs, which are a share for scheduling and not a number of threads.
+        # The manager made in this thread hands the number to the engine's.
         torch.set_num_threads(config.threads())
         model = load_model(resolve(config.source), dtype=config.dtype, device=config.device)
         self._dtype = str(model.dtype).removeprefix("torch.")
@@ -155,6 +160,10 @@ class EngineActor:
             model, continuous_batching_config=ContinuousBatchingConfig(**config.engine_fields())
         )
         manager.warmup()
+        # Some 370 000 objects of torch and transformers that live as long as this process: each full collection would
+        # hold every stream up for 0.2 s to look at them.
+        gc.collect()
+        gc.freeze()
         manager.start()
         return manager
 
@@ -205,7 +214,7 @@ class EngineActor:
             "model": self._config.name,
             "dtype": self._dtype,
             "device": self._config.device,
-            "threads": self._config.threads(),
+            "threads": self._engine.num_threads,
             "context_length": settings.context_length,
             "max_requests": settings.max_requests,
             "kv_tokens": settings.num_blocks * settings.page_size,

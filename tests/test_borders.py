@@ -80,6 +80,20 @@ def test_importing_the_engine_alone_is_light() -> None:
     assert subprocess.run([sys.executable, "-c", child], cwd=ROOT, timeout=wait_limit(60)).returncode == 0
 
 
+def test_the_public_names_load_neither_torch_nor_transformers() -> None:
+    """What they cost is then the engine's own; the models that they are used on bring both."""
+    child = (
+        "import sys; before = set(sys.modules); from engine import *;"
+        "from engine import generate_batch, install, ContinuousBatchingManager;"
+        "import engine.model.loader, engine.ops.cpu.prebuild;"
+        "tops = {name.partition('.')[0] for name in set(sys.modules) - before};"
+        "sys.exit(str(sorted(tops - sys.stdlib_module_names)))"
+    )
+    run = [sys.executable, "-c", child]
+    loaded = subprocess.run(run, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=wait_limit(60)).stderr
+    assert loaded.strip() == "['engine', 'numpy']"
+
+
 def test_decisions_load_no_torch() -> None:
     loaded = loaded_by(
         "engine.scheduling", "engine.cache", "engine.request", "engine.outputs", "engine.sampling.params"

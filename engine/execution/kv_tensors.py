@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from engine.cache.host_tier import BlockCopies
+from engine.execution.lazy_memory import lazy_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +124,4 @@ def _host_zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros writes the zeros itself; numpy asks the system for zeroed memory, which costs nothing until used.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(lazy_zeros(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)

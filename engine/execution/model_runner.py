@@ -36,6 +36,8 @@ from engine.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+_CPU_WARMUP_TOKENS = 16
+
 
 class Pending:
     """A launched step.
@@ -127,7 +129,10 @@ class ModelRunner:
         self._sampler = sampler or Sampler(facts.vocab_size)
         self._device = next(model.parameters()).device
         self._num_groups = len(settings.groups)
-        self._max_warmup_tokens = min(settings.max_batch_tokens, settings.context_length)
+        most = settings.max_batch_tokens
+        if self._device.type == "cpu" and settings.mixed_compile is None:  # nothing is set up for the largest step
+            most = min(most, _CPU_WARMUP_TOKENS)
+        self._max_warmup_tokens = min(most, settings.context_length)
         kv = kv or self._allocate(settings)
         self._host = HostKV(kv, settings.host_slots) if settings.host_slots else None
         self._ops = ops or make_ops(
@@ -190,8 +195,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warmup(self) -> None:
-        """Runs a largest and a smallest step through the real path, so that no request pays for first-time set-up.
+        """Runs a large and a smallest step through the real path, so that no request pays for first-time set-up.
 
+        On CPU, where a step's size sets nothing up unless the forward is compiled, the large one is small too.
         Where steps are replayed, the largest mixed one and every size of decode-only ones are recorded, the largest
         first, in whose memory the others then fit. K/V goes to the trash block.
         """

@@ -1,6 +1,7 @@
 """Compute threads on CPU: what the engine thread needs of the threads around it.
 
-Called by the manager when a session starts. Knows nothing of models or requests.
+Called when a manager is made, when a session starts, and by the engine thread itself. Knows nothing of models or
+requests. Loads torch when it is called.
 """
 
 from __future__ import annotations
@@ -9,6 +10,25 @@ import ctypes
 from pathlib import Path
 
 _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0: give up threads, keep settings
+
+
+def compute_threads() -> int:
+    """Threads that torch computes with when it is called from this thread."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def use_compute_threads(count: int) -> None:
+    """Have torch, and what asks it, compute with `count` threads when called from this thread.
+
+    The number belongs to each thread. A new one begins with what any thread has asked for last, which need not be what
+    the engine was made with. MKL's number is one for the process, so it is left alone where nothing would change.
+    """
+    import torch
+
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
 
 
 def release_openmp_threads() -> None:

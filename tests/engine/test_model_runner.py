@@ -147,6 +147,14 @@ def test_probe_and_warmup_leave_the_cache_alone(tiny: PreTrainedModel) -> None:
         torch.testing.assert_close(logits, expected(tiny, request, request.computed), rtol=1e-4, atol=1e-4)
 
 
+def test_warmup_on_cpu_runs_small_steps_alone(tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A largest one computes as long as a prompt does, and sets nothing up that the others would not."""
+    runner, sizes = make_runner(tiny), []
+    monkeypatch.setattr(runner, "_dry_run", sizes.append)
+    runner.warmup()
+    assert len(sizes) > 1 and max(sizes) <= 16 and sizes[-1] == 1
+
+
 def test_a_forward_that_raises_leaves_the_runner_usable() -> None:
     model = build_tiny()
     failures: list[int] = []

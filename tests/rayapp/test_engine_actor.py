@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,17 @@ def test_engine_thread_computes_with_the_configured_threads(
         assert set(seen) == {1}
 
     run(scenario)
+
+
+def test_collections_leave_the_libraries_alone(run: Callable[[Scenario], None]) -> None:
+    gc.unfreeze()
+
+    async def scenario(actor: EngineActor) -> None:
+        assert gc.get_freeze_count() > 100_000
+        assert gc.isenabled()
+
+    run(scenario)
+    gc.unfreeze()
 
 
 def output(count: int, finished: bool = False) -> Any:

@@ -18,11 +18,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import ray
 from ray import serve
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from rayapp.api.errors import ApiError
 from rayapp.client import Client
+from rayapp.config import ModelConfig
+from rayapp.engine_actor import EngineActor
 from rayapp.failures import EngineUnavailable, InvalidRequest
 from tests.conftest import wait_limit
 from tests.models import ref
@@ -76,6 +79,20 @@ def test_placement_each_engine_has_its_own_gpu_and_nothing_else_has_any(tiny_app
 
 def test_engine_threads_are_the_configured_ones_and_not_rays(tiny_app: App) -> None:
     assert {(one["threads"], one["engine"]["threads"]) for one in tiny_app.facts()} == {(1, 1)}
+
+
+def test_engine_thread_itself_computes_with_threads_that_ray_did_not_choose(
+    tiny_app: App, tiny_http_path: Path
+) -> None:
+    """Ray gives this actor OMP_NUM_THREADS=1, for its half a CPU."""
+    config = ModelConfig(**tiny_model(tiny_http_path, device="cpu", num_threads=3))
+    actor = ray.remote(EngineActor).options(num_cpus=0.5).remote(config)
+    try:
+        facts = ray.get(actor.start.remote(), timeout=wait_limit(180))
+        environment = ray.get(actor.environment.remote(), timeout=wait_limit(30))
+        assert (environment["omp_num_threads"], environment["threads"], facts["threads"]) == ("1", 3, 3)
+    finally:
+        ray.kill(actor)
 
 
 # HTTP

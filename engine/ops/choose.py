@@ -1,0 +1,75 @@
+"""Chooses the operations for a device. Called when a model runner is made, with the cache that they will work on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from engine.cache.groups import LayerGroup
+from engine.execution.kv_tensors import KVTensors
+from engine.ops.cpu import prebuild
+from engine.ops.cpu.build import BuildError
+from engine.ops.cpu.cpu_ops import CpuOps
+from engine.ops.eager_ops import EagerOps
+from engine.ops.interface import Ops
+from engine.ops.torch_ops import TorchOps
+
+logger = logging.getLogger(__name__)
+
+# By the names that transformers gives them. The flash kernels are not here: they ask for the fastest there is.
+_PLAIN: dict[str, type[TorchOps]] = {"sdpa": TorchOps, "eager": EagerOps, "paged|eager": EagerOps}
+_FLASH = ("flash_attention_2", "flash_attention_3")
+ATTENTIONS = (*_PLAIN, *_FLASH)
+
+
+def make_ops(
+    kv: KVTensors,
+    groups: Sequence[LayerGroup] | None = None,
+    *,
+    attention: str = "sdpa",
+    auto_switch: bool = True,
+) -> Ops:
+    """The ops for the device on which the cache lies.
+
+    Args:
+        groups: which layers share a block table; None puts all in one group without a window.
+        attention: the attention implementation that is asked for, one of `ATTENTIONS`.
+        auto_switch: something faster on this device may be taken instead; a log line says so.
+
+    Raises:
+        ValueError: `attention` is none of them.
+    """
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention implementation {attention!r} is not known; these are: {', '.join(ATTENTIONS)}")
+    is_flash = attention in _FLASH
+    if not auto_switch and not is_flash:
+        return _PLAIN[attention](kv, groups)
+    missing = f"there are no flash kernels for {kv.device.type}"
+    try:
+        ops = _fastest(kv, groups)
+    except (BuildError, NotImplementedError) as error:
+        # A missing compiler costs much speed and can be helped.
+        level = logging.WARNING if is_flash or isinstance(error, BuildError) else logging.INFO
+        kept = f"{attention} -> sdpa, since {missing}" if is_flash else f"{attention}, unchanged"
+        logger.log(level, "attention: %s: %s", kept, error)
+        return _PLAIN.get(attention, TorchOps)(kv, groups)
+    if is_flash:
+        logger.warning("attention: %s -> the engine's compiled CPU kernel, since %s", attention, missing)
+    else:
+        logger.info("attention: %s -> the engine's compiled CPU kernel, which is faster", attention)
+    return ops
+
+
+def _fastest(kv: KVTensors, groups: Sequence[LayerGroup] | None) -> Ops:
+    """What beats plain torch on the cache's device.
+
+    Raises:
+        BuildError, NotImplementedError: nothing does; the text says why.
+    """
+    if kv.device.type != "cpu":
+        raise NotImplementedError(f"there is nothing faster for {kv.device.type}")
+    prebuild.wait()
+    try:
+        return CpuOps(kv, groups)
+    except BuildError as error:
+        raise BuildError(f"decoding on CPU is much slower without the compiled kernel: {error}") from error
