@@ -121,9 +121,7 @@ def set_attend(
     arguments.sinks = None if sinks is None else sinks.data_ptr()
 
 
-def write_op(
-    keys: torch.Tensor, values: torch.Tensor, layer_group: int, key: torch.Tensor, value: torch.Tensor
-) -> Op:
+def write_op(keys: torch.Tensor, values: torch.Tensor, layer_group: int, key: torch.Tensor, value: torch.Tensor) -> Op:
     """Stores the step's K and V in the rows' blocks.
 
     Args:
@@ -156,7 +154,9 @@ class Rows:
         groups: what `Step.groups` takes.
     """
 
-    def __init__(self, rows: PackedRows, tables: Sequence[np.ndarray], windows: Sequence[int | None], page: int) -> None:
+    def __init__(
+        self, rows: PackedRows, tables: Sequence[np.ndarray], windows: Sequence[int | None], page: int
+    ) -> None:
         """
         Args:
             tables: int32 [rows, width] a group.

@@ -24,7 +24,7 @@ from engine.ops.cpu.attention import (
     table_arrays,
     write_op,
 )
-from engine.ops.cpu.library import Op, Step, Tape
+from engine.ops.cpu.library import Step, Tape
 from engine.ops.interface import PackedRows
 
 
