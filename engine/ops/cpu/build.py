@@ -13,13 +13,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-Wall")
 _TIMEOUT_S = 300.0  # a few seconds are usual
+_lock = threading.Lock()
 
 
 class BuildError(RuntimeError):
@@ -37,13 +40,26 @@ def load_library(*, flags: Sequence[str] = ()) -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, a compiler that fails, or a cache folder or library that cannot be used.
     """
-    path = library_path(flags=flags)
+    path = build_library(flags=flags)
     try:
-        if not path.exists():
-            _build(path, (*_FLAGS, *flags))
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildError(f"{path} cannot be made or loaded ($CONVOY_CACHE chooses another folder): {error}") from error
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+
+
+def build_library(*, flags: Sequence[str] = ()) -> Path:
+    """Compiles the sources if this machine has not yet; the library's path. Raises as `load_library`.
+
+    A thread that calls while another one compiles waits for it.
+    """
+    path = library_path(flags=flags)
+    with _lock:
+        try:
+            if not path.exists():
+                _build(path, (*_FLAGS, *flags))
+        except OSError as error:
+            raise BuildError(f"{path} cannot be made ($CONVOY_CACHE chooses another folder): {error}") from error
+    return path
 
 
 def library_path(*, flags: Sequence[str] = ()) -> Path:
@@ -85,20 +101,15 @@ def _build(path: Path, flags: Sequence[str]) -> None:
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Side by side; BuildError with the words of the first that fails."""
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        for command in commands
-    ]
+    """As many at a time as there are cores; BuildError with the words of the first that fails."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_run, commands))
+
+
+def _run(command: list[str]) -> None:
     try:
-        for process, command in zip(running, commands, strict=True):
-            try:
-                output, _ = process.communicate(timeout=_TIMEOUT_S)
-            except subprocess.TimeoutExpired as error:
-                raise BuildError(f"{command[0]} did not end within {_TIMEOUT_S:.0f} s") from error
-            if process.returncode != 0:
-                raise BuildError(f"{' '.join(command)} failed:\n{output.strip()[-2000:]}")
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} did not end within {_TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout).strip()[-2000:]}")

@@ -42,6 +42,4 @@ def _build() -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     with contextlib.suppress(OSError, build.BuildError):
-        path = build.library_path()
-        if not path.exists():
-            build._build(path, build._FLAGS)
+        build.build_library()
