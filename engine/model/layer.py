@@ -8,7 +8,7 @@ all else. Knows nothing of requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from engine.memory import available_memory
 from engine.model.families import Decoder, Layer, Norm, NotFusedError, Rows, rotary_lines
+from engine.model.file_pages import release_file_pages
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.cpu.layers import HeadNorms, gather_op, norm_op, rotate_op
 from engine.ops.cpu.library import Op, Step, Tape
@@ -117,7 +118,7 @@ class FusedDecoder:
         if layer.query_norm is not None and layer.key_norm is not None:
             weights = self._copy_norm(layer.query_norm), self._copy_norm(layer.key_norm)
             heads = HeadNorms(*weights, self._decoder.epsilon)
-        return _LayerCopies(
+        copies = _LayerCopies(
             qkv=self._pack(*inputs),
             output=self._pack(layer.output),
             gate_up=self._pack(layer.gate, layer.up, interleave=True),
@@ -132,6 +133,9 @@ class FusedDecoder:
             after_mlp=self._copy_norm(layer.after_mlp),
             heads=heads,
         )
+        if self._release:
+            _give_up([part.linear for part in _projections(layer)])
+        return copies
 
     def _copy_head(self) -> None:
         """A head that shares the embedding's parameter shares its copy."""
@@ -140,15 +144,11 @@ class FusedDecoder:
         self._embedding = self._head
         if not decoder.is_tied:
             self._embedding = PackedWeight([lambda: decoder.embedding.weight])
-            if self._release:
-                _give_up(decoder.embedding)
+        if self._release:
+            _give_up([decoder.head, decoder.embedding])
 
     def _pack(self, *parts: Rows, interleave: bool = False) -> PackedWeight:
-        weight = PackedWeight([part.weight for part in parts], self._quantize, interleave)
-        if self._release:
-            for part in parts:
-                _give_up(part.linear)
-        return weight
+        return PackedWeight([part.weight for part in parts], self._quantize, interleave)
 
     def _copy_norm(self, norm: Norm | None) -> Any:
         return None if norm is None else self._copy_floats(norm.weight)
@@ -319,9 +319,12 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
-def _give_up(module: nn.Linear | nn.Embedding) -> None:
-    """Frees the memory of the weight, which is then empty, for everybody who has it."""
-    module.weight.data = module.weight.data.new_empty(0)
+def _give_up(modules: Iterable[nn.Linear | nn.Embedding]) -> None:
+    """Frees the memory of the weights, which are then empty for everybody who has them."""
+    weights = [module.weight for module in modules]
+    release_file_pages(weights)
+    for weight in weights:
+        weight.data = weight.data.new_empty(0)
 
 
 def _check_memory(decoder: Decoder) -> None:
