@@ -73,7 +73,7 @@ def _memory(asked: dict[str, Any]) -> dict[str, Any]:
     model = load_model(asked["model"], asked["dtype"])
     peak_loading = _status("VmHWM") - imports
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    config = ContinuousBatchingConfig(max_requests_per_batch=asked["requests"])
+    config = ContinuousBatchingConfig(max_requests_per_batch=asked["requests"], release_weights=True)
     manager = init_continuous_batching(model, continuous_batching_config=config)
     manager.warmup()
     manager.start()
