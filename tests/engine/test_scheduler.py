@@ -103,7 +103,8 @@ def test_fifo_serves_decoding_ones_first_and_leaves_out_those_without_a_known_to
     requests = [new(prompt(8)) for _ in range(5)]
     for request, computed in zip(requests, (3, 7, 8, 0, 7), strict=True):
         request.computed = computed
-    assert fifo(requests) == [requests[1], requests[4], requests[0], requests[3]]
+    decoding, prefilling = [requests[1], requests[4]], [requests[0], requests[3]]
+    assert fifo(decoding, prefilling) == [decoding, prefilling]
 
 
 def test_priority_goes_before_arrival() -> None:
