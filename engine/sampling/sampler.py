@@ -183,7 +183,7 @@ class Sampler:
         raw = logits[plan.raw.rows] if plan.raw else logits
         if plan.edits is not None:
             plan.edits.apply(logits)
-        best, tokens = logits.max(dim=-1)
+        best, tokens = processors.best_of(logits)
         bad = ~best.isfinite()
         if plan.greedy and logprobs is not None:
             scores = logits if len(plan.greedy.rows) == plan.num_rows else logits[plan.greedy.rows]

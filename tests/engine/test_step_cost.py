@@ -42,7 +42,7 @@ def calls_of_a_page(rows: int, context: int, waiting: int = 0, *, overlap: bool 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_waiting_requests_and_long_contexts_cost_nothing(overlap: bool) -> None:
     expected = calls_of_a_page(8, 100, overlap=overlap)
-    assert calls_of_a_page(8, 100, waiting=10_000, overlap=overlap) - expected <= 10 * PAGE, "one that does not fit"
+    assert calls_of_a_page(8, 100, waiting=10_000, overlap=overlap) - expected <= 25 * PAGE, "one that does not fit"
     assert calls_of_a_page(8, 100, waiting=10_000, overlap=overlap) == calls_of_a_page(
         8, 100, waiting=10, overlap=overlap
     )
