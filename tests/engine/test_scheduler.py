@@ -70,8 +70,9 @@ def test_O21_chunks_keep_the_budget_and_sample_only_after_the_last(budget: int) 
     assert_undisturbed(*requests)
 
 
-def test_a_token_that_is_being_sampled_can_be_scheduled_but_not_beyond_the_last() -> None:
-    engine = Engine(10, 4, overlap=True)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_token_that_is_being_sampled_can_be_scheduled_but_not_beyond_the_last(page_size: int) -> None:
+    engine = Engine(10, page_size, overlap=True)
     request = engine.add(prompt(5), 3)
     assert rows(engine.step()) == {request.request_id: (0, 5)}
     assert rows(engine.step()) == {request.request_id: (5, 1)}
