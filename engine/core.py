@@ -21,6 +21,8 @@ from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+_ENDED = int(RequestStatus.FINISHED)  # from here on
+
 
 class Runner(Protocol):
     """Runs the model on scheduled batches. Any method may raise what the model raises."""
@@ -143,31 +145,34 @@ class EngineCore:
         outputs = []
         self.checksum = zlib.crc32(array("q", result.token_ids), self.checksum)
         now = time.perf_counter()
+        requests, errors, has_suspects = batch.requests, result.errors, self.scheduler.has_suspects
         for row, logprobs in result.prompt_logprobs.items():
             batch.requests[row].add_prompt_logprobs(batch.starts[row] + 1, logprobs)
-        for i, row in enumerate(batch.sampled):
-            request = batch.requests[row]
-            if not self.scheduler.is_live(request) or not request.unknown:
+        for i, (row, token) in enumerate(zip(batch.sampled, result.token_ids, strict=True)):
+            request = requests[row]
+            if not request.unknown or request.status >= _ENDED:
                 continue
             request.unknown -= 1
-            if i in result.errors:
+            if errors and i in errors:
                 if self.scheduler.is_suspect(request):
-                    outputs.append(self._fail(request, f"ValueError: {result.errors[i]}"))
+                    outputs.append(self._fail(request, f"ValueError: {errors[i]}"))
                 else:
                     self.scheduler.mistrust(request)
                 continue
-            self.scheduler.clear(request)
-            token = result.token_ids[i]
+            if has_suspects:
+                self.scheduler.clear(request)
             request.token_ids.append(token)
-            if result.logprobs is not None and request.params.logprobs:
+            params = request.params
+            if result.logprobs is not None and params.logprobs:
                 request.logprobs.append(result.logprobs[i])
-                if request.params.top_logprobs:
+                if params.top_logprobs:
                     request.top_logprobs.append([] if result.top_logprobs is None else result.top_logprobs[i])
             if request.record_timestamps:
                 request.timestamps.append(now)
-            if (reason := _finish_reason(request, token)) is not None:
-                self.scheduler.finish(request)
-                outputs.append(_ended(request, RequestStatus.FINISHED, reason))
+            if token in params.ending_ids:
+                outputs.append(self._finish(request, FinishReason.STOP))
+            elif len(request.token_ids) - request.num_prompt_tokens >= params.max_new_tokens:
+                outputs.append(self._finish(request, FinishReason.LENGTH))
             elif request.streaming:
                 outputs.append(GenerationOutput(request))
         return outputs
@@ -213,22 +218,19 @@ class EngineCore:
             outputs.append(_ended(request, RequestStatus.FAILED, FinishReason.ERROR))
         return outputs
 
+    def _finish(self, request: Request, reason: FinishReason) -> GenerationOutput:
+        self.scheduler.finish(request)
+        return _ended(request, RequestStatus.FINISHED, reason)
+
     def _fail(self, request: Request, message: str) -> GenerationOutput:
         self.scheduler.fail(request)
         request.error = message
         return _ended(request, RequestStatus.FAILED, FinishReason.ERROR)
 
 
-def _finish_reason(request: Request, token: int) -> FinishReason | None:
-    if token in request.params.ending_ids:
-        return FinishReason.STOP
-    if request.num_output_tokens >= request.params.max_new_tokens:
-        return FinishReason.LENGTH
-    return None
-
-
 def _ended(request: Request, status: RequestStatus, reason: FinishReason) -> GenerationOutput:
     request.status = status
     request.finish_reason = reason
     request.finished_time = time.perf_counter()
+    request.history = None  # outputs keep the request, and need none of it
     return GenerationOutput(request)

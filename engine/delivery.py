@@ -102,21 +102,24 @@ class Delivery:
         calls: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[ResultHandler, GenerationOutput]]]
         calls = defaultdict(list)
         with self._lock:
+            boxes = self._boxes
             for output in outputs:
-                box = self._boxes.get(output.request_id)
+                request_id = output.request_id
+                box = boxes.get(request_id)
                 if box is None:
                     continue
                 if box.receiver is not None:
                     handler, loop = box.receiver
                     calls[loop].append((handler, output))
-                    self._close_finished(output.request_id, box, [output])
+                    if output.is_finished():
+                        self._closed_one(request_id, box)
                     continue
                 self._published += 1
                 box.outputs.append((self._published, output))
                 if box.readers:
                     box.changed.notify_all()
                 else:
-                    self._shared[self._published] = output.request_id
+                    self._shared[self._published] = request_id
                     self._arrived.notify()
             for loop, batch in calls.items():
                 _hand_over(loop, batch)

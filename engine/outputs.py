@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
 
+_FINISHED = int(RequestStatus.FINISHED)
+
 
 @dataclass(slots=True)
 class StepOutput:
@@ -40,66 +42,63 @@ class GenerationOutput:
         cached_tokens: prompt tokens that the prefix cache answered.
     """
 
-    __slots__ = (
-        "_logprobs",
-        "_num_logprobs",
-        "_num_prompt",
-        "_num_prompt_logprobs",
-        "_num_timestamps",
-        "_num_tokens",
-        "_prompt_logprobs",
-        "_timestamps",
-        "_token_ids",
-        "_top_logprobs",
-        "cached_tokens",
-        "created_time",
-        "error",
-        "finish_reason",
-        "lifespan",
-        "request_id",
-        "status",
-    )  # fmt: skip
+    __slots__ = ("_num_tokens", "_others", "_request", "status")
 
     def __init__(self, request: Request) -> None:
-        self.request_id = request.request_id
+        self._request = request
         self.status = request.status
-        self.finish_reason: FinishReason | None = request.finish_reason
-        self.error = request.error
-        self.created_time = request.created_time
-        self.lifespan = (request.first_scheduled_time, request.finished_time)
-        self.cached_tokens = request.cached_tokens or 0
-        self._token_ids = request.token_ids
-        self._num_prompt = request.num_prompt_tokens
         self._num_tokens = len(request.token_ids)
+        params = request.params
         # Counted apart: a request that was resumed has none of these for the tokens that were generated elsewhere.
-        self._logprobs, self._num_logprobs = request.logprobs, len(request.logprobs)
-        self._top_logprobs = request.top_logprobs
-        self._prompt_logprobs = request.prompt_logprobs if request.params.prompt_logprobs is not None else None
-        self._num_prompt_logprobs = len(request.prompt_logprobs)
-        self._timestamps = request.timestamps if request.record_timestamps else None
-        self._num_timestamps = len(request.timestamps)
+        self._others = (0, 0, 0)
+        if params.logprobs or params.prompt_logprobs is not None or request.record_timestamps:
+            self._others = len(request.logprobs), len(request.prompt_logprobs), len(request.timestamps)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._request.finish_reason if self.is_finished() else None
+
+    @property
+    def error(self) -> str | None:
+        return self._request.error if self.is_finished() else None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def created_time(self) -> float:
+        return self._request.created_time
+
+    @property
+    def lifespan(self) -> tuple[float, float]:
+        return self._request.first_scheduled_time, self._request.finished_time if self.is_finished() else -1.0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._request.cached_tokens or 0
 
     @property
     def prompt_ids(self) -> list[int]:
-        return self._token_ids[: self._num_prompt]
+        return self._request.prompt_ids
 
     @property
     def generated_tokens(self) -> list[int]:
         """Every token generated so far, the ending EOS included."""
-        return self._token_ids[self._num_prompt : self._num_tokens]
+        return self._request.token_ids[self.num_prompt_tokens : self._num_tokens]
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self._num_prompt
+        return self._request.num_prompt_tokens
 
     @property
     def num_generated_tokens(self) -> int:
-        return self._num_tokens - self._num_prompt
+        return self._num_tokens - self._request.num_prompt_tokens
 
     @property
     def logprobs(self) -> list[float]:
         """One per generated token when asked for, else empty. Tokens given as `output_ids` have none."""
-        return self._logprobs[: self._num_logprobs]
+        return self._request.logprobs[: self._others[0]]
 
     @property
     def top_logprobs(self) -> list[list[tuple[int, float]]]:
@@ -107,25 +106,27 @@ class GenerationOutput:
 
         Tokens that cannot be chosen are left out, so a list may be shorter than asked.
         """
-        return self._top_logprobs[: self._num_logprobs]
+        return self._request.top_logprobs[: self._others[0]]
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:
         """One per prompt token, None for the first, when asked for, else empty. Shorter while, or if it ended while,
         the prompt was being computed."""
-        return [] if self._prompt_logprobs is None else [None, *self._prompt_logprobs[: self._num_prompt_logprobs]]
+        if self._request.params.prompt_logprobs is None:
+            return []
+        return [None, *self._request.prompt_logprobs[: self._others[1]]]
 
     @property
     def timestamps(self) -> list[float] | None:
-        return None if self._timestamps is None else self._timestamps[: self._num_timestamps]
+        return self._request.timestamps[: self._others[2]] if self._request.record_timestamps else None
 
     def tokens_since(self, count: int) -> list[int]:
         """Generated tokens after the first `count`; costs only what it returns."""
-        return self._token_ids[self._num_prompt + count : self._num_tokens]
+        return self._request.token_ids[self.num_prompt_tokens + count : self._num_tokens]
 
     def is_finished(self) -> bool:
         """True once the request has ended, however it ended."""
-        return self.status >= RequestStatus.FINISHED
+        return self.status >= _FINISHED
 
     def __repr__(self) -> str:
         return (

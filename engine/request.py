@@ -65,6 +65,9 @@ class Request:
         salt: isolates the prefix cache between models, weight epochs and tenants.
         unknown: tokens that launched steps are still sampling: they have no id yet. At most 1 a step in flight.
         skipped_steps: steps in a row that gave it nothing while it ran.
+        calm_until: the scheduler's. Above `computed` it says that just one token is to be computed, and that until so
+            many are, a step gives it the next one without looking at anything else.
+        table_line: of the block tables while it runs.
         cached_tokens: prompt tokens found in the prefix cache at first admission; None before that.
         logprobs, top_logprobs: of each token generated here, as far as `params` asks for them.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are known.
@@ -83,6 +86,8 @@ class Request:
     computed: int = 0
     unknown: int = 0
     skipped_steps: int = 0
+    calm_until: int = 0
+    table_line: int = -1
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None

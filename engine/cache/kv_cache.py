@@ -14,7 +14,7 @@ from engine.cache.block_tables import Blocks, BlockTables
 from engine.cache.entry import Entry, Refusal
 from engine.cache.groups import LayerGroup
 from engine.cache.host_tier import BlockCopies, HostTier
-from engine.cache.layout import Layout
+from engine.cache.layout import UNBOUNDED, Layout
 from engine.cache.prefix import BlockKey, root_hash
 from engine.request import Request
 
@@ -136,7 +136,7 @@ class KVCache:
         return self._hit_length(request, self._entry(request))
 
     def admit(self, request: Request, reserve: int = 0) -> bool:
-        """Takes the hit blocks and those that its next step needs, and sets `computed` to the tokens hit.
+        """Takes the hit blocks and those that its next step needs. Sets `computed` to the tokens hit, and `table_line`.
 
         There must be room for the most that its known tokens will need at any time, less the hits that running
         requests hold anyway: in groups with a window only if its next step reaches the last token, since otherwise
@@ -177,21 +177,25 @@ class KVCache:
             False when too few blocks are free; then none is taken.
         """
         entry, line = self._running(request)
-        if request.num_tokens <= entry.enough_tokens and request.computed < entry.enough_computed:
+        computed, num_tokens = request.computed, request.num_tokens
+        if num_tokens <= entry.enough_tokens and computed < entry.enough_computed:
             return True
         layout = self._layout
         for group in layout.windowed_groups:
-            start, first = entry.firsts[group], layout.first(group, request.computed)
+            start, first = entry.firsts[group], layout.first(group, computed)
             behind = self._tables.read(group, line, start, first)
             self._tables.write(group, line, start, [NULL_BLOCK] * len(behind))
             entry.firsts[group] = first
             self._pool.release(behind)
-        ends = [layout.end(group, request.computed, request.num_tokens) for group in range(layout.num_groups)]
-        missing = [max(0, end - held) for end, held in zip(ends, entry.ends, strict=True)]
-        if sum(missing) > self._pool.num_free:
+        missing = [
+            (group, held, end - held)
+            for group, held in enumerate(entry.ends)
+            if (end := layout.end(group, computed, num_tokens)) > held
+        ]
+        if sum(count for _, _, count in missing) > self._pool.num_free:
             return False
-        for group, count in enumerate(missing):
-            self._tables.write(group, line, entry.ends[group], self._allocate(count))
+        for group, held, count in missing:
+            self._tables.write(group, line, held, self._allocate(count))
             entry.ends[group] += count
         self._note_enough(entry)
         return True
@@ -209,16 +213,21 @@ class KVCache:
         if first >= last or not self.sharing:
             return []
         hashed = []
-        completed = [self._tables.read(group, line, first, last) for group in range(self._layout.num_groups)]
         for index in range(first, last):
             own_hash = entry.hash(request.token_ids, index, self.page_size)
-            for group, blocks in enumerate(completed):
-                block = blocks[index - first]
+            for group, array in enumerate(self._tables.arrays):
+                block = int(array[line, index])
                 if block != NULL_BLOCK and self._set_hash(block, (group, own_hash)):
                     hashed.append(block)
         entry.note_hashed(last)
         self._host.expect(hashed)
         return hashed
+
+    def calm_until(self, request: Request) -> int:
+        """Up to how many tokens, all but the last computed, `grow` and `mark_scheduled` have nothing to do for it."""
+        entry, _ = self._running(request)
+        unhashed = (entry.hashed_end + 1) * self.page_size - 1 if self.sharing else entry.enough_tokens
+        return min(entry.enough_tokens, entry.enough_computed, unhashed)
 
     def release(self, request: Request) -> None:
         """Gives the blocks of a preempted request back; they stay findable until reused, the first ones longest."""
@@ -362,7 +371,8 @@ class KVCache:
             if key is not None:
                 self._host.fill(block, key)
                 self._set_hash(block, key)
-        entry.line, entry.ends = self._tables.take(), list(map(len, tables))
+        entry.line = request.table_line = self._tables.take()
+        entry.ends = list(map(len, tables))
         for group, table in enumerate(tables):
             self._tables.write(group, entry.line, 0, table)
         self._note_enough(entry)
@@ -370,7 +380,9 @@ class KVCache:
     def _note_enough(self, entry: Entry) -> None:
         layout = self._layout
         entry.enough_tokens = min(entry.ends) * self.page_size
-        entry.enough_computed = min(layout.behind_at(group, first) for group, first in enumerate(entry.firsts))
+        entry.enough_computed = UNBOUNDED
+        for group in layout.windowed_groups:
+            entry.enough_computed = min(entry.enough_computed, layout.behind_at(group, entry.firsts[group]))
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self._pool.allocate(count)

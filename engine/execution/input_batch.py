@@ -84,37 +84,32 @@ def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *,
     counts = np.array(batch.counts, dtype=np.int64)
     starts = np.array(batch.starts, dtype=np.int64)
     single = counts == 1 if cached else np.zeros(len(counts), dtype=bool)
-    order = np.lexsort((-starts * single, ~single))
+    num_single = int(single.sum())
+    order = np.argsort(np.where(single, -starts, 1), kind="stable")
     counts, starts = counts[order], starts[order]
-    lasts = np.cumsum(counts)
-    offsets = lasts - counts
-    token_ids: list[int] = []
-    unknown: list[tuple[int, Request]] = []
-    for row, start, last in zip(order.tolist(), starts.tolist(), lasts.tolist(), strict=True):
-        token_ids += batch.requests[row].token_ids[start : start + last - len(token_ids)]
-        if len(token_ids) < last:
-            token_ids.append(0)
-            unknown.append((last - 1, batch.requests[row]))
-        if len(token_ids) != last:
-            raise RuntimeError(f"request {batch.requests[row].request_id!r} is scheduled beyond its tokens")
-    positions = np.arange(len(token_ids)) + np.repeat(starts - offsets, counts)
-    offset_of = np.empty_like(offsets)
-    offset_of[order] = offsets
-    sampled = np.array(batch.sampled, dtype=np.int64)
-    keep = offset_of[sampled] + np.array(batch.counts, dtype=np.int64)[sampled] - 1
-    prompts, prompt_keep = _prompt_parts(batch, offset_of, len(keep))
+    offsets = np.cumsum(counts) - counts
+    table_of = np.array(batch.table_of, dtype=np.int64)[order]
+    requests = [batch.requests[row] for row in order.tolist()]
+    token_ids, unknown = _token_ids(requests, starts.tolist(), counts.tolist(), num_single)
+    positions = starts
+    if num_single < len(requests):
+        positions = np.arange(len(token_ids)) + np.repeat(starts - offsets, counts)
+    lasts = np.empty_like(offsets)
+    lasts[order] = offsets + counts - 1
+    keep = lasts if len(batch.sampled) == len(lasts) else lasts[np.array(batch.sampled, dtype=np.int64)]
+    prompts, prompt_keep = _prompt_parts(batch, lasts, len(keep))
     rows = PackedRows(
         starts=starts,
         counts=counts,
         offsets=offsets,
         block_tables=batch.block_tables if cached else None,
-        table_of=np.array(batch.table_of, dtype=np.int64)[order],
-        num_single=int(single.sum()),
+        table_of=table_of,
+        num_single=num_single,
     )
     return InputBatch(
         input_ids=np.array(token_ids, dtype=np.int64),
         position_ids=positions,
-        keep=np.concatenate([keep, *prompt_keep]),
+        keep=np.concatenate([keep, *prompt_keep]) if prompts else keep,
         rows=rows,
         prompts=prompts,
         carried=_carried(unknown, previous) if unknown else None,
@@ -146,18 +141,41 @@ def pad(inputs: InputBatch, num_tokens: int, trash_block: int, page_size: int) -
     )
 
 
-def _prompt_parts(batch: ScheduledBatch, offsets: np.ndarray, kept: int) -> tuple[list[PromptPart], list[np.ndarray]]:
+def _token_ids(
+    requests: list[Request], starts: list[int], counts: list[int], num_single: int
+) -> tuple[list[int], list[tuple[int, Request]]]:
+    """The tokens of rows in packed order, 0 where one is not known yet, and where these are; raises RuntimeError."""
+    try:
+        token_ids = [request.token_ids[start] for request, start in zip(requests[:num_single], starts, strict=False)]
+    except IndexError:  # some are not known
+        token_ids = []
+    unknown: list[tuple[int, Request]] = []
+    for row in range(len(token_ids), len(requests)):
+        request, start = requests[row], starts[row]
+        known = request.token_ids[start : start + counts[row]]
+        token_ids += known
+        if len(known) < counts[row]:
+            if len(known) < counts[row] - 1:
+                raise RuntimeError(f"request {request.request_id!r} is scheduled beyond its tokens")
+            unknown.append((len(token_ids), request))
+            token_ids.append(0)
+    return token_ids, unknown
+
+
+def _prompt_parts(batch: ScheduledBatch, lasts: np.ndarray, kept: int) -> tuple[list[PromptPart], list[np.ndarray]]:
     """Rows whose prompt is to be scored, and where in the packed order the logits for it are."""
     parts: list[PromptPart] = []
     keep: list[np.ndarray] = []
-    for row, request in enumerate(batch.requests):
+    asking = [row for row, request in enumerate(batch.requests) if request.params.prompt_logprobs is not None]
+    for row in asking:
+        request = batch.requests[row]
         if not request.needs_prompt_logprobs:
             continue
         start = batch.starts[row]
         next_ids = request.prompt_ids[start + 1 : start + 1 + batch.counts[row]]
         if next_ids:
             parts.append(PromptPart(row, kept, next_ids, request.params.prompt_logprobs or 0))
-            keep.append(offsets[row] + np.arange(len(next_ids)))
+            keep.append(lasts[row] + 1 - batch.counts[row] + np.arange(len(next_ids)))
             kept += len(next_ids)
     return parts, keep
 

@@ -82,11 +82,14 @@ class Planner:
         Raises:
             ValueError: a token has no block.
         """
-        positions = np.arange(rows.counts.sum()) + np.repeat(rows.starts - rows.offsets, rows.counts)
+        positions, table_of = rows.starts, rows.table_of
+        if rows.num_single < len(positions):
+            positions = np.arange(rows.counts.sum()) + np.repeat(rows.starts - rows.offsets, rows.counts)
+            table_of = np.repeat(table_of, rows.counts)
         pages, places = np.divmod(positions, self.page)
         if len(pages) and pages.max() >= tables.shape[1]:
             raise ValueError("a block table does not cover the tokens of its row")
-        blocks = tables[np.repeat(rows.table_of, rows.counts), pages]
+        blocks = tables[table_of, pages]
         if not blocks.all():
             raise ValueError("a block table does not cover the tokens of its row")
         lines = blocks * self.heads + np.arange(self.heads)[:, None]

@@ -46,6 +46,7 @@ class SamplingParams:
         raw_logprobs: both are of the model's own scores, before any of the above.
         prompt_logprobs: return log-probabilities of the prompt's tokens and so many of the most likely ones at each
             position; None returns none.
+        ending_ids: every token id that ends the request.
         edits_logits: something above changes logits before a token is chosen (apart from min_new_tokens).
     """
 
@@ -77,6 +78,7 @@ class SamplingParams:
     raw_logprobs: bool = False
     prompt_logprobs: int | None = None
     edits_logits: bool = field(init=False, repr=False, compare=False)
+    ending_ids: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         edits = (
@@ -95,11 +97,7 @@ class SamplingParams:
             or self.constraint is not None
         )
         object.__setattr__(self, "edits_logits", bool(edits))
-
-    @property
-    def ending_ids(self) -> tuple[int, ...]:
-        """Every token id that ends the request."""
-        return self.eos_token_ids + self.stop_token_ids
+        object.__setattr__(self, "ending_ids", self.eos_token_ids + self.stop_token_ids)
 
 
 def sibling_params(params: SamplingParams, index: int) -> SamplingParams:

@@ -7,10 +7,11 @@ tensors only. Called by the model runner. Knows nothing of blocks, steps or devi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.outputs import StepOutput
@@ -43,7 +44,7 @@ class RowGroup:
     """Rows of one kind: rows, top_k int64 [n]; temperature, top_p, min_p, uniform float64 [n]. On the CPU.
 
     `asked` holds those that ask for log-probabilities of the scores they are drawn from, `at` where in the group they
-    are.
+    are. `numbers` are `rows` for the host, `seeds` uint64 [n] those of the rows.
     """
 
     rows: torch.Tensor
@@ -54,6 +55,26 @@ class RowGroup:
     uniform: torch.Tensor
     asked: LogprobRows = field(default_factory=LogprobRows)
     at: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    seeds: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+
+@dataclass(slots=True)
+class _SortedRows:
+    """What follows from the parameters of a step's requests alone, so that it serves every step of the same ones.
+
+    Attributes:
+        editing: rows that may have edits.
+        groups: without random numbers.
+        raw, greedy, certain: as in `SamplingPlan`.
+    """
+
+    requests: list[Request]
+    editing: list[int] = field(default_factory=list)
+    groups: dict[_Kind, RowGroup] = field(default_factory=dict)
+    raw: LogprobRows = field(default_factory=LogprobRows)
+    greedy: LogprobRows = field(default_factory=LogprobRows)
+    certain: LogprobRows = field(default_factory=LogprobRows)
 
 
 @dataclass(slots=True)
@@ -104,7 +125,9 @@ class Sampled:
     def read(self) -> StepOutput:
         """The outcome on the host. Waits for the device."""
         token_ids = self.token_ids.tolist()
-        errors: dict[int, str] = dict.fromkeys(self.bad.nonzero().flatten().tolist(), _BAD_SCORES) | self.errors
+        errors = self.errors
+        if self.bad.any():
+            errors = dict.fromkeys(self.bad.nonzero().flatten().tolist(), _BAD_SCORES) | errors
         if self.logprobs is None:
             return StepOutput(token_ids, errors=errors)
         top = self.logprobs.top_lists()
@@ -123,29 +146,23 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self._rows = _SortedRows([])
 
     def plan(self, requests: Sequence[Request]) -> SamplingPlan:
         """Plan for logits whose row i belongs to requests[i], all of whose tokens are known.
 
-        The requests are not read after this call. It may bring their `history` up to date.
+        The requests' tokens are not read after this call. It may bring their `history` up to date.
         """
-        plan = SamplingPlan(len(requests))
+        rows = self._rows
+        if rows.requests != requests:
+            rows = self._rows = self._sort(list(requests))
         edits = EditsBuilder(self.vocab_size)
-        drawn: dict[_Kind, list[int]] = {}
-        for row, request in enumerate(requests):
-            params = request.params
-            if params.edits_logits or request.num_output_tokens < params.min_new_tokens:
+        for row in rows.editing:
+            request = requests[row]
+            if request.params.edits_logits or request.num_output_tokens < request.params.min_new_tokens:
                 edits.add(row, request)
-            kind = self._kind(params)
-            if kind is not _Kind.ARGMAX:
-                drawn.setdefault(kind, []).append(row)
-            if params.logprobs and params.raw_logprobs:
-                plan.raw.add(row, params.top_logprobs)
-            elif params.logprobs and kind is _Kind.ARGMAX:
-                (plan.certain if params.do_sample else plan.greedy).add(row, params.top_logprobs)
-        plan.groups = {kind: self._group(requests, rows) for kind, rows in drawn.items()}
-        plan.edits, plan.errors = edits.build(), edits.errors
-        return plan
+        groups = {kind: self._drawn(group, requests) for kind, group in rows.groups.items()}
+        return SamplingPlan(len(requests), edits.build(), groups, rows.raw, rows.greedy, rows.certain, edits.errors)
 
     def __call__(self, logits: torch.Tensor, plan: SamplingPlan) -> Sampled:
         """Choose.
@@ -166,7 +183,7 @@ class Sampler:
         raw = logits[plan.raw.rows] if plan.raw else logits
         if plan.edits is not None:
             plan.edits.apply(logits)
-        best, tokens = logits.max(dim=-1)
+        best, tokens = processors.best_of(logits)
         bad = ~best.isfinite()
         if plan.greedy and logprobs is not None:
             scores = logits if len(plan.greedy.rows) == plan.num_rows else logits[plan.greedy.rows]
@@ -192,12 +209,26 @@ class Sampler:
             return _Kind.TOP_K if params.top_k <= _MAX_PARTIAL_TOP_K else _Kind.SORTED
         return _Kind.NUCLEUS if params.top_p < 1.0 else _Kind.VOCABULARY
 
+    def _sort(self, requests: list[Request]) -> _SortedRows:
+        rows = _SortedRows(requests)
+        drawn: dict[_Kind, list[int]] = {}
+        for row, request in enumerate(requests):
+            params = request.params
+            if params.edits_logits or params.min_new_tokens:
+                rows.editing.append(row)
+            kind = self._kind(params)
+            if kind is not _Kind.ARGMAX:
+                drawn.setdefault(kind, []).append(row)
+            if params.logprobs and params.raw_logprobs:
+                rows.raw.add(row, params.top_logprobs)
+            elif params.logprobs and kind is _Kind.ARGMAX:
+                (rows.certain if params.do_sample else rows.greedy).add(row, params.top_logprobs)
+        rows.groups = {kind: self._group(requests, numbers) for kind, numbers in drawn.items()}
+        return rows
+
     def _group(self, requests: Sequence[Request], rows: list[int]) -> RowGroup:
-        chosen = [requests[row] for row in rows]
-        params = [request.params for request in chosen]
+        params = [requests[row].params for row in rows]
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
-        seeds = np.array([p.seed for p in params], dtype=np.uint64)
-        positions = np.array([request.num_output_tokens for request in chosen], dtype=np.int64)
         at = [i for i, p in enumerate(params) if p.logprobs and not p.raw_logprobs]
         return RowGroup(
             rows=torch.tensor(rows),
@@ -205,10 +236,17 @@ class Sampler:
             top_k=torch.tensor([min(p.top_k, self.vocab_size) for p in params]),
             top_p=torch.tensor([p.top_p for p in params], dtype=torch.float64),
             min_p=torch.tensor([p.min_p for p in params], dtype=torch.float64),
-            uniform=torch.from_numpy(uniform(seeds, positions)),
+            uniform=torch.empty(0, dtype=torch.float64),
             asked=LogprobRows([rows[i] for i in at], [params[i].top_logprobs for i in at]),
             at=at,
+            numbers=rows,
+            seeds=np.array([p.seed for p in params], dtype=np.uint64),
         )
+
+    def _drawn(self, group: RowGroup, requests: Sequence[Request]) -> RowGroup:
+        """The group with its random numbers of this step."""
+        positions = np.array([requests[row].num_output_tokens for row in group.numbers], dtype=np.int64)
+        return replace(group, uniform=torch.from_numpy(uniform(group.seeds, positions)))
 
 
 def _scale(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

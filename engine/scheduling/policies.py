@@ -1,44 +1,31 @@
 """In which order running requests get the tokens of a step.
 
-Pure functions from the running requests, oldest first, to the order in which the scheduler serves them. Requests
-without anything to compute are left out.
+Pure functions from the running requests, those that decode and those with more than one token to compute, each oldest
+first, to groups of either kind in the order in which the scheduler serves them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from engine.request import Request
 
-Policy = Callable[[Sequence[Request]], list[Request]]
+Policy = Callable[[list[Request], list[Request]], list[list[Request]]]
 
 MAX_SKIPPED_STEPS = 3  # a decode that got nothing in so many steps goes before every prefill
 
 
-def fifo(running: Sequence[Request]) -> list[Request]:
+def fifo(decoding: list[Request], prefilling: list[Request]) -> list[list[Request]]:
     """Decoding ones, then prefilling ones."""
-    decoding, prefilling = _split(running)
-    return decoding + prefilling
+    return [decoding, prefilling]
 
 
-def prefill_first(running: Sequence[Request]) -> list[Request]:
+def prefill_first(decoding: list[Request], prefilling: list[Request]) -> list[list[Request]]:
     """Prefilling ones, then decoding ones; but a stream never stands still for more than `MAX_SKIPPED_STEPS`."""
-    decoding, prefilling = _split(running)
+    if not prefilling:
+        return [decoding]
     due = [request for request in decoding if request.skipped_steps >= MAX_SKIPPED_STEPS]
-    return due + prefilling + [request for request in decoding if request.skipped_steps < MAX_SKIPPED_STEPS]
-
-
-def _split(running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-    """Requests with one token to compute, and those with more."""
-    decoding: list[Request] = []
-    prefilling: list[Request] = []
-    for request in running:
-        remaining = request.remaining
-        if remaining == 1:
-            decoding.append(request)
-        elif remaining > 1:
-            prefilling.append(request)
-    return decoding, prefilling
+    return [due, prefilling, [request for request in decoding if request.skipped_steps < MAX_SKIPPED_STEPS]]
 
 
 POLICIES: dict[str, Policy] = {"fifo": fifo, "prefill_first": prefill_first}

@@ -131,8 +131,8 @@ class Scheduler:
         else:
             preempted = self._secure_blocks(batch)
             budget = self.max_batch_tokens
-            for request in self._policy(self._running):
-                budget -= self._add_row(batch, request, budget)
+            for requests in self._policy(*self._split()):
+                budget -= self._add_rows(batch, requests, budget)
             if not preempted:
                 self._admit_waiting(batch, budget)
         if batch:
@@ -201,6 +201,10 @@ class Scheduler:
             insort(self._running, suspect, key=_order)
         self._add_row(batch, suspect, self.max_batch_tokens)
 
+    def _uneasy(self) -> list[Request]:
+        """Running requests that are no decodes of which only the number of tokens must be looked at, in their order."""
+        return [request for request in self._running if request.computed >= request.calm_until]
+
     def _secure_blocks(self, batch: ScheduledBatch) -> bool:
         """Makes sure that each running request has blocks for its known tokens; whether that took a preemption.
 
@@ -208,11 +212,10 @@ class Scheduler:
         outgrown the cache.
         """
         preempted = False
-        index = 0
-        while index < len(self._running):
-            request = self._running[index]
+        for request in self._uneasy():
+            if preempted and not self.cache.holds(request):
+                break  # it has given way, and so have all after it
             if self._awaits_token(request):
-                index += 1
                 continue
             if request.num_tokens > self.cache.max_tokens:
                 self._outgrow(batch, request)
@@ -223,8 +226,22 @@ class Scheduler:
                 self._preempt(victim)
                 if victim is request:
                     return True
-            index += 1
         return preempted
+
+    def _split(self) -> tuple[list[Request], list[Request]]:
+        """Running requests with one token to compute, and those with more, without those that wait for a token."""
+        prefilling: list[Request] = []
+        others: set[Request] = set()
+        for request in self._uneasy():
+            if self._awaits_token(request):
+                request.skipped_steps += 1
+                others.add(request)
+            elif request.remaining > 1:
+                prefilling.append(request)
+                others.add(request)
+        if not others:
+            return self._running, prefilling
+        return [request for request in self._running if request not in others], prefilling
 
     def _admit_waiting(self, batch: ScheduledBatch, budget: int) -> None:
         """Admits waiting requests in order until one does not fit. Each may hit blocks of rows before it."""
@@ -242,6 +259,31 @@ class Scheduler:
             insort(self._running, request, key=_order)
             budget -= self._add_row(batch, request, budget)
 
+    def _add_rows(self, batch: ScheduledBatch, requests: list[Request], budget: int) -> int:
+        """Gives these running requests, in this order, up to `budget` tokens of the step; how many they took."""
+        if requests and requests[0].remaining == 1 and len(requests) <= budget:
+            self._add_decodes(batch, requests)
+            return len(requests)
+        left = budget
+        for request in requests:
+            left -= self._add_row(batch, request, left)
+        return budget - left
+
+    def _add_decodes(self, batch: ScheduledBatch, requests: list[Request]) -> None:
+        """`_add_row` for requests with one token to compute each, all of which get it."""
+        for request in requests:
+            if request.computed >= request.calm_until:
+                self._note_scheduled(batch, request, request.num_tokens)
+        first = len(batch.requests)
+        batch.requests += requests
+        batch.starts += [request.computed for request in requests]
+        batch.counts += [1] * len(requests)
+        batch.table_of += [request.table_line for request in requests]
+        batch.sampled += range(first, len(batch.requests))
+        for request in requests:
+            request.computed += 1
+            request.unknown += 1
+
     def _add_row(self, batch: ScheduledBatch, request: Request, budget: int) -> int:
         """Gives a running request up to `budget` tokens of the step; how many it took."""
         start = request.computed
@@ -250,25 +292,37 @@ class Scheduler:
             count = min(count, _PROMPT_LOGPROBS_CHUNK)
         if count == 0 or self._awaits_token(request):
             request.skipped_steps += 1
+            request.calm_until = 0
             return 0
         end = start + count
-        is_last = end == request.num_tokens
-        if is_last:
+        self._note_scheduled(batch, request, end)
+        if end == request.num_tokens:
             batch.sampled.append(len(batch.requests))
-            request.status = RequestStatus.DECODING
-        else:
-            request.status = RequestStatus.PREFILLING
+            request.unknown += 1
         batch.requests.append(request)
         batch.starts.append(start)
         batch.counts.append(count)
-        batch.table_of.append(self.cache.line(request))
-        batch.hashed += self.cache.mark_scheduled(request, end)
+        batch.table_of.append(request.table_line)
         request.computed = end
-        request.unknown += is_last
+        return count
+
+    def _note_scheduled(self, batch: ScheduledBatch, request: Request, end: int) -> None:
+        """What a row changes beside its tokens; `end` is where these end."""
+        batch.hashed += self.cache.mark_scheduled(request, end)
         request.skipped_steps = 0
+        if end == request.num_tokens:
+            request.status = RequestStatus.DECODING
+            request.calm_until = self._calm_until(request)
+        else:
+            request.status = RequestStatus.PREFILLING
         if request.first_scheduled_time < 0:
             request.first_scheduled_time = time.perf_counter()
-        return count
+
+    def _calm_until(self, request: Request) -> int:
+        """How many tokens a request that decodes can have so that a step need not look at more than their number: it
+        has their blocks, completes none and is not at its end."""
+        end = request.num_prompt_tokens + request.params.max_new_tokens
+        return min(self.cache.calm_until(request), self.cache.max_tokens, end - 1)
 
     def _awaits_token(self, request: Request) -> bool:
         """Whether the last token that is being sampled decides if the request goes on at all."""
@@ -285,7 +339,7 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         self._drop_running(request)
         self.cache.release(request)
-        request.computed = 0
+        request.computed = request.calm_until = 0
         request.status = RequestStatus.PENDING
 
     def _outgrow(self, batch: ScheduledBatch, request: Request) -> None:

@@ -168,12 +168,15 @@ class Engine:
         self.scheduler.add(request)
         return request
 
-    def step(self) -> ScheduledBatch:
-        """The batch, with its block tables as they were when it ran."""
+    def schedule(self) -> ScheduledBatch:
+        """A batch that keeps its block tables, so that it can be looked at, or run, later."""
         batch = self.scheduler.schedule()
-        tables = [array.copy() for array in batch.block_tables]
+        batch.block_tables = [array.copy() for array in batch.block_tables]
+        return batch
+
+    def step(self) -> ScheduledBatch:
+        batch = self.schedule()
         self.complete(batch)
-        batch.block_tables = tables
         return batch
 
     def complete(self, batch: ScheduledBatch) -> None:

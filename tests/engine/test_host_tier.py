@@ -450,7 +450,7 @@ def test_a_step_fails_while_blocks_come_and_go() -> None:
     for step in range(400):
         if not engine.scheduler.has_work:
             break
-        batch = engine.scheduler.schedule()
+        batch = engine.schedule()
         if batch.copies is not None:
             copies.append(batch.copies)
         if batch.copies is not None and step % 3 == 0 and not engine.scheduler.has_suspects:

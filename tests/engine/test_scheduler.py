@@ -70,8 +70,9 @@ def test_O21_chunks_keep_the_budget_and_sample_only_after_the_last(budget: int) 
     assert_undisturbed(*requests)
 
 
-def test_a_token_that_is_being_sampled_can_be_scheduled_but_not_beyond_the_last() -> None:
-    engine = Engine(10, 4, overlap=True)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_token_that_is_being_sampled_can_be_scheduled_but_not_beyond_the_last(page_size: int) -> None:
+    engine = Engine(10, page_size, overlap=True)
     request = engine.add(prompt(5), 3)
     assert rows(engine.step()) == {request.request_id: (0, 5)}
     assert rows(engine.step()) == {request.request_id: (5, 1)}
@@ -103,7 +104,8 @@ def test_fifo_serves_decoding_ones_first_and_leaves_out_those_without_a_known_to
     requests = [new(prompt(8)) for _ in range(5)]
     for request, computed in zip(requests, (3, 7, 8, 0, 7), strict=True):
         request.computed = computed
-    assert fifo(requests) == [requests[1], requests[4], requests[0], requests[3]]
+    decoding, prefilling = [requests[1], requests[4]], [requests[0], requests[3]]
+    assert fifo(decoding, prefilling) == [decoding, prefilling]
 
 
 def test_priority_goes_before_arrival() -> None:
@@ -340,11 +342,11 @@ def test_O25_cancel(state: str) -> None:
         assert request.num_output_tokens > 0
     elif state == "suspect":
         engine.step()
-        engine.crash(engine.scheduler.schedule())
+        engine.crash(engine.schedule())
         assert engine.scheduler.is_suspect(request)
     elif state == "running suspect":
         engine.step()
-        engine.crash(engine.scheduler.schedule())
+        engine.crash(engine.schedule())
         while not engine.cache.holds(request):
             engine.step()
         assert engine.scheduler.is_suspect(request)
@@ -439,7 +441,7 @@ def test_a_failed_step_reruns_each_request_alone() -> None:
     engine.step()
     engine.step()
     waiting = engine.add(prompt(30, 9), 5)
-    failed = engine.scheduler.schedule()
+    failed = engine.schedule()
     assert waiting in failed.requests
     assert engine.crash(failed) == []
     late = engine.add(prompt(3, 10), 5)
@@ -460,7 +462,7 @@ def test_suspects_run_in_order_of_priority() -> None:
     first = engine.add(prompt(6, 1), 6)
     engine.step()
     urgent = engine.add(prompt(6, 2), 6, priority=-1)
-    batch = engine.scheduler.schedule()
+    batch = engine.schedule()
     assert batch.requests == [first, urgent]
     engine.crash(batch)
     assert engine.step().requests == [urgent]
@@ -473,9 +475,9 @@ def test_what_fails_alone_fails_and_the_others_go_on() -> None:
     engine = Engine(40, 4)
     requests = [engine.add(prompt(10, seed), 5) for seed in range(3)]
     engine.step()
-    engine.crash(engine.scheduler.schedule())
+    engine.crash(engine.schedule())
     engine.step()
-    assert engine.crash(engine.scheduler.schedule()) == [requests[1]]
+    assert engine.crash(engine.schedule()) == [requests[1]]
     engine.drain()
     assert_undisturbed(requests[0], requests[2])
     again = engine.add(requests[1].prompt_ids, 5)
@@ -487,7 +489,7 @@ def test_what_fails_alone_fails_and_the_others_go_on() -> None:
 def test_blocks_of_a_failed_step_are_never_hit() -> None:
     engine = Engine(40, 4)
     first, second = engine.add(prompt(17), 5), engine.add(prompt(17), 5)
-    batch = engine.scheduler.schedule()
+    batch = engine.schedule()
     assert batch.starts == [0, 16], "the second shares what the first is about to write"
     engine.crash(batch)
     assert engine.cache.num_cached_blocks == 0
@@ -498,7 +500,7 @@ def test_blocks_of_a_failed_step_are_never_hit() -> None:
 def test_a_step_that_fails_after_a_cancel_unhashes_the_cancelled_ones_blocks() -> None:
     engine = Engine(40, 4)
     first, second = engine.add(prompt(17), 5), engine.add(prompt(17, 1), 5)
-    batch = engine.scheduler.schedule()
+    batch = engine.schedule()
     engine.scheduler.cancel(first.request_id)
     engine.crash(batch)
     assert engine.cache.num_cached_blocks == 0
@@ -513,7 +515,7 @@ def test_running_requests_that_were_not_in_the_failed_step_keep_their_blocks() -
     engine.step()
     second = engine.add(prompt(12, 2), 6)
     engine.step()
-    failing = engine.scheduler.schedule()
+    failing = engine.schedule()
     assert failing.requests == [second]
     engine.crash(failing)
     assert engine.cache.holds(first)
@@ -532,7 +534,7 @@ def test_a_suspect_takes_blocks_from_running_requests_when_it_must() -> None:
         engine.step()
     new = engine.add([*prompt(8), 7, 7, 7, 7], 6)
     assert engine.step().starts == [9, 8]
-    failing = engine.scheduler.schedule()
+    failing = engine.schedule()
     assert (failing.requests, failing.starts) == ([new], [9])
     engine.crash(failing)
     engine.cache.reset()
@@ -549,7 +551,7 @@ def test_a_failure_with_two_steps_in_flight_fails_both(failing: int) -> None:
     requests = [engine.add(prompt(6, seed), 6) for seed in range(2)]
     for _ in range(failing):
         engine.step()
-    engine.crash(engine.scheduler.schedule())
+    engine.crash(engine.schedule())
     assert all(engine.scheduler.is_suspect(request) for request in requests)
     assert not any(request.unknown for request in requests)
     engine.drain()
