@@ -1,4 +1,4 @@
-"""Linear layers that compute with a copy of their weight in the order that the CPU's matrix multiplication wants.
+"""Linear layers of transformers' own forward pass that compute with a packed copy of their weight.
 
 `pack_linears` is called when an engine is built, on the shadow alone; `refresh_packed` when a session starts. Only
 bfloat16 is packed: float32 keeps the very operations of transformers, and with them its tokens.
@@ -7,13 +7,16 @@ bfloat16 is packed: float32 keeps the very operations of transformers, and with 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import weakref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.memory import available_memory
+from engine.ops.cpu.build import BuildError
+from engine.ops.cpu.library import Step, Tape
+from engine.ops.cpu.linear import PackedWeight, activation_dtype, linear_op
 
 logger = logging.getLogger(__name__)
 
@@ -21,30 +24,42 @@ _MEMORY_SHARE = 4  # the copies may take 1/4 of the memory that is free
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer with the same parameters as `linear`, and a packed copy of the weight that is computed with."""
+    """A linear layer with the same parameters as `linear`, and a packed copy of the weight that is computed with.
+
+    To be called from one thread at a time.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self._packed: torch.Tensor | None = None
-        self._stamp: tuple[Any, ...] | None = None
         self.train(linear.training)
-        self.refresh()
+        layer = weakref.proxy(self)
+        self._packed = PackedWeight([lambda: layer.weight])
+        rows = torch.empty(1, self.in_features, dtype=activation_dtype(self.weight.dtype))
+        op = linear_op(self._packed, rows, torch.empty(1, self.out_features, dtype=rows.dtype))
+        self._arguments, self._tape = op.arguments, Tape([op])
+        self._dtype = rows.dtype
 
     def refresh(self) -> None:
-        """Packs the weight again if it is not what was packed."""
-        weight = self.weight.detach()
-        stamp = _stamp(weight)
-        if stamp != self._stamp:
-            self._packed = None  # its memory serves the next copy
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-            self._stamp = stamp
+        """Packs the weight again if it is not what was packed.
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self._packed is None or not input.numel() or input.dtype != self.weight.dtype:
+        Raises:
+            ValueError: it has another shape or dtype now.
+        """
+        self._packed.refresh()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not input.numel() or input.dtype != self.weight.dtype:
             return functional.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        rows = input.reshape(-1, self.in_features).to(self._dtype).contiguous()
+        out = torch.empty(len(rows), self.out_features, dtype=self._dtype)
+        bias = None if self.bias is None else self.bias.float()
+        arguments = self._arguments
+        arguments.x, arguments.out = rows.data_ptr(), out.data_ptr()
+        arguments.bias = None if bias is None else bias.data_ptr()
+        self._tape.run(Step(tokens=len(rows)), torch.get_num_threads())
+        return out.to(input.dtype).view(*input.shape[:-1], self.out_features)
 
 
 def pack_linears(model: nn.Module) -> nn.Module:
@@ -57,7 +72,7 @@ def pack_linears(model: nn.Module) -> nn.Module:
     """
     linears = {module for module in model.modules() if _can_be_packed(module)}
     size = sum(linear.weight.nbytes for linear in linears)  # type: ignore[misc]
-    if not linears or not _has_packed_bfloat16():
+    if not linears or not _can_build():
         return model
     memory = available_memory("cpu")
     if memory is not None and size > memory // _MEMORY_SHARE:
@@ -89,16 +104,13 @@ def _can_be_packed(module: nn.Module) -> bool:
         return False
     weight = module.weight
     plain = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
-    return plain and not (module._forward_hooks or module._forward_pre_hooks)
+    return plain and weight.numel() > 0 and not (module._forward_hooks or module._forward_pre_hooks)
 
 
-def _has_packed_bfloat16() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def _stamp(weight: torch.Tensor) -> tuple[Any, ...]:
-    """Changes with the weight [rows, columns]. Writes through `.data` are no versions, so its bits are summed too."""
-    whole = weight.shape[1] % 4 == 0 and weight.storage_offset() % 4 == 0
-    sums = weight.view(torch.int64 if whole else torch.int16).sum(dim=1)
-    version = None if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, int((sums * torch.arange(1, 2 * len(sums), 2)).sum())
+def _can_build() -> bool:
+    """Whether the library can be built here. If not, the choice of the attention kernels has logged why."""
+    try:
+        activation_dtype(torch.bfloat16)
+    except BuildError:
+        return False
+    return True

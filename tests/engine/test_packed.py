@@ -15,9 +15,8 @@ from engine.manager import ContinuousBatchingManager
 from engine.model import packed
 from engine.model.packed import PackedLinear, pack_linears, refresh_packed
 from engine.model.shadow import make_shadow
+from engine.ops.cpu.build import BuildError
 from tests.models import build_tiny
-
-pytestmark = pytest.mark.skipif(not packed._has_packed_bfloat16(), reason="this CPU has no packed bfloat16")
 
 
 def linear(inputs: int = 48, outputs: int = 33, bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
@@ -41,6 +40,27 @@ def test_same_results_as_the_linear_layer(bias: bool, tokens: int) -> None:
     )
     assert out.shape == expected.shape and out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_rows_that_do_not_follow_each_other() -> None:
+    layer = PackedLinear(linear())
+    x = torch.randn(2, 48, 5, dtype=torch.bfloat16).transpose(1, 2)
+    assert torch.equal(layer(x), layer(x.contiguous())) and layer(x).shape == (2, 5, 33)
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    layer = PackedLinear(linear())
+    x = torch.randn(70, 48, dtype=torch.bfloat16)
+    together = layer(x)
+    assert all(torch.equal(layer(x[i : i + 1])[0], together[i]) for i in range(len(x)))
+
+
+def test_without_a_compiler_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(dtype: torch.dtype) -> torch.dtype:
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(packed, "activation_dtype", fail)
+    assert type(pack_linears(nn.Sequential(linear()))[0]) is nn.Linear  # type: ignore[index]
 
 
 def test_every_linear_layer_of_the_shadow_keeps_its_parameters(tiny_bf16: PreTrainedModel) -> None:
@@ -81,10 +101,10 @@ def test_changed_weights_count_after_a_refresh(write: str) -> None:
 
 def test_unchanged_weights_are_not_packed_again(tiny_bf16: PreTrainedModel) -> None:
     shadow = pack_linears(make_shadow(tiny_bf16))
-    copies = [module._packed for module in shadow.modules() if isinstance(module, PackedLinear)]
-    refresh_packed(shadow)
-    after = [module._packed for module in shadow.modules() if isinstance(module, PackedLinear)]
-    assert copies and all(a is b for a, b in zip(copies, after, strict=True))
+    layers = [module for module in shadow.modules() if isinstance(module, PackedLinear)]
+    assert layers and not any(layer._packed.refresh() for layer in layers)
+    layers[0].weight.data.neg_()
+    assert layers[0]._packed.refresh() and not layers[0]._packed.refresh()
 
 
 def generated(manager: ContinuousBatchingManager) -> list[list[int]]:

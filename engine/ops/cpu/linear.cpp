@@ -54,22 +54,18 @@ struct Layout {
         : half(w.interleaved ? w.outputs / 2 : w.outputs), panels(ceil_div(half, PANEL) * (w.interleaved ? 2 : 1)) {}
 };
 
-// The numbers of one output, along K.
-template <typename W>
-struct Column {
-    typename W::Stored* first;
-
-    Column(const Weight& w, int64_t output) {
-        const Layout layout(w);
-        const int64_t row = output % layout.half, part = output / layout.half;
-        const int64_t panel = w.interleaved ? row / PANEL * 2 + part : row / PANEL;
-        const int64_t size = ceil_div(w.inputs, W::STEP) * W::STEP * PANEL;
-        first = (typename W::Stored*)w.panels + panel * size + W::place(0, row % PANEL);
-    }
-    typename W::Stored& operator[](int64_t k) const {
-        return first[k / W::STEP * W::STEP * PANEL + W::place(k % W::STEP, 0)];
-    }
-};
+// Calls visit(k, number k of the output) for all its numbers.
+template <typename W, typename Visit>
+inline void for_each_number(const Weight& w, int64_t output, Visit visit) {
+    const Layout layout(w);
+    const int64_t row = output % layout.half, part = output / layout.half;
+    const int64_t panel = w.interleaved ? row / PANEL * 2 + part : row / PANEL;
+    const int64_t steps = ceil_div(w.inputs, W::STEP), whole = w.inputs / W::STEP;
+    auto* step = (typename W::Stored*)w.panels + panel * steps * W::STEP * PANEL + W::place(0, row % PANEL);
+    for (int64_t i = 0; i < whole; i++, step += W::STEP * PANEL)
+        for (int64_t k = 0; k < W::STEP; k++) visit(i * W::STEP + k, step[W::place(k, 0)]);
+    if (whole < steps) visit(whole * W::STEP, step[0]);
+}
 
 // ---- Finishing sums
 
@@ -264,8 +260,7 @@ void embed(const void* arguments, const Step& step, Team& team) {
         const int64_t id = step.ids[token];
         const float scale = op.scale * (w.scales ? w.scales[id] : 1.0f);
         float* out = op.out + token * op.out_stride;
-        const Column<W> column(w, id);
-        for (int64_t k = 0; k < w.inputs; k++) out[k] = to_float(column[k]) * scale;
+        for_each_number<W>(w, id, [=](int64_t k, typename W::Stored number) { out[k] = to_float(number) * scale; });
     }
 }
 
@@ -292,8 +287,8 @@ template <typename W, typename T>
 void pack(const Weight& w, const T* rows, int64_t stride, int64_t first, int64_t count) {
     for (int64_t i = 0; i < count; i++, rows += stride) {
         const float scale = w.scales ? w.scales[first + i] = scale_of(rows, w.inputs) : 1;
-        const Column<W> column(w, first + i);
-        for (int64_t k = 0; k < w.inputs; k++) pack_number(column[k], rows[k], scale);
+        for_each_number<W>(w, first + i,
+                           [=](int64_t k, typename W::Stored& number) { pack_number(number, rows[k], scale); });
     }
 }
 

@@ -9,7 +9,8 @@ constexpr int SUMS = 12;
 
 struct Probe {
     const char* bytes;  // to be read
-    int64_t count;      // bytes to read, or rounds of SUMS products
+    int64_t count;      // bytes to read, or rounds of products
+    int64_t operations;  // of the rounds, set by the kernel
     float result;       // so that nothing is optimised away
 };
 
@@ -24,6 +25,7 @@ void multiply(const void* arguments, const Step&, Team&) {
         for (int n = 0; n < SUMS; n++)
             sum[n] = Product<T>::add(sum[n], zeros, (typename Product<T>::Right)sum[n]);
     for (int n = 0; n < SUMS; n++) probe.result += sum[n][0];
+    probe.operations = probe.count * SUMS * LANES * Product<T>::STEP * 2;
 }
 
 }  // namespace
@@ -31,7 +33,7 @@ void multiply(const void* arguments, const Step&, Team&) {
 extern "C" void probe_multiply_fp32(const void* a, const Step& step, Team& team) { multiply<float>(a, step, team); }
 
 extern "C" void probe_multiply_bf16(const void* a, const Step& step, Team& team) {
-#if defined(__AVX512BF16__)
+#if defined(BF16_DOT)
     multiply<Bf16>(a, step, team);
 #else
     multiply<float>(a, step, team);
