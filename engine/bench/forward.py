@@ -66,7 +66,8 @@ class Case:
         positions = np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
         self._arrays = [torch.from_numpy(positions % 1000), torch.from_numpy(positions)]
         self._arrays.append(torch.from_numpy(offsets + counts - 1))
-        self._decoder(*self._arrays, self._plan.groups)
+        ids, places, keep = self._arrays
+        self._decoder(ids, places, keep, self._plan.groups)
         addresses = [array.data_ptr() for array in self._arrays]
         return Step(len(positions), len(offsets), *addresses, self._plan.groups)
 

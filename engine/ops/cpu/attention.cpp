@@ -255,8 +255,8 @@ private:
             const T* from = tile_keys + d / STEP * key_stride;
             const Columns<T> columns = {from, from, key_columns + vectors.first,
                                         (has_next ? next_keys : key_columns) + vectors.first, key_stride};
-            add_product<T>(scores[0] + vectors.first, TILE_VECTORS, queries + d * most_rows + first * DEPTH, columns,
-                           size, vectors.last - vectors.first, std::min<int64_t>(DEPTH, a.dim - d));
+            add_products<T>(scores[0] + vectors.first, TILE_VECTORS, queries + d * most_rows + first * DEPTH, columns,
+                            size, vectors.last - vectors.first, std::min<int64_t>(DEPTH, a.dim - d));
         }
     }
 
@@ -267,7 +267,7 @@ private:
             const T* from = runs[i].from + (begin - runs[i].first) * a.dim;
             const T* next = has_next ? values + next_values[begin / LANES] + begin % LANES * a.dim : from;
             const Columns<T> columns = {from, next, value_columns, value_columns, a.dim * STEP};
-            add_product<T>(sums + first * width, width, weights + begin, columns, size, width, end - begin);
+            add_products<T>(sums + first * width, width, weights + begin, columns, size, width, end - begin);
         }
     }
 

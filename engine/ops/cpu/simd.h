@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -103,6 +103,21 @@ inline void convert(To* to, const From* from, int64_t count) {
 
 inline Floats broadcast(float x) { return x - Floats{}; }  // adding would turn -0 into 0
 
+// sum + left * right, rounded once wherever the processor can: compilers left to themselves do so in some loops only.
+inline Floats add_product(Floats sum, float left, Floats right) {
+#if defined(__AVX512F__) && LANES == 16
+    return (Floats)_mm512_fmadd_ps(_mm512_set1_ps(left), (__m512)right, (__m512)sum);
+#elif defined(__FMA__)
+    __m256 sums[LANES / 8], rights[LANES / 8];
+    memcpy(sums, &sum, sizeof sum);
+    memcpy(rights, &right, sizeof right);
+    for (int i = 0; i < LANES / 8; i++) sums[i] = _mm256_fmadd_ps(_mm256_set1_ps(left), rights[i], sums[i]);
+    return load_as<Floats>(sums);
+#else
+    return sum + left * right;
+#endif
+}
+
 // ---- The product
 
 // STEP numbers along the summed dimension at once. Left is one row's numbers, Right those of LANES columns; columns
@@ -116,7 +131,7 @@ struct Product<float> {
     typedef float Activation;  // in which rows are kept in memory
     typedef Floats Right;
     static Right right(const float* from) { return load(from); }
-    static Floats add(Floats sum, const float* left, Right right) { return sum + left[0] * right; }
+    static Floats add(Floats sum, const float* left, Right right) { return add_product(sum, left[0], right); }
 };
 
 #if defined(BF16_DOT)
@@ -150,7 +165,7 @@ struct Product<Bf16> {
         return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
     }
     static Floats add(Floats sum, const float* left, Right right) {
-        return sum + left[0] * right.even + left[1] * right.odd;
+        return add_product(add_product(sum, left[0], right.even), left[1], right.odd);
     }
 };
 

@@ -34,7 +34,7 @@ inline void add_half(Floats (&sum)[R][N], const float* left, const Bf16* const (
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++) sum[r][n] += left[r * DEPTH + PART] * numbers[n];
+        for (int n = 0; n < N; n++) sum[r][n] = add_product(sum[r][n], left[r * DEPTH + PART], numbers[n]);
 }
 
 template <typename T, int R, int N>
@@ -92,7 +92,7 @@ __attribute__((noinline)) void add_rows(Floats* sums, int64_t sums_stride, const
 
 // sums[r][n] += left[r] times vector n, over `depth` numbers of the left rows; at most MAX_ROWS rows.
 template <typename T>
-inline void add_product(Floats* sums, int64_t sums_stride, const typename Product<T>::Activation* left,
+inline void add_products(Floats* sums, int64_t sums_stride, const typename Product<T>::Activation* left,
                         const Columns<T>& columns, int rows, int vectors, int64_t depth) {
     auto add = rows == 1   ? add_rows<T, 1>
                : rows == 2 ? add_rows<T, 2>
