@@ -10,19 +10,13 @@
 
 #include "simd.h"
 
+// Of outputs and rows whose sums are kept in registers.
 #if LANES == 16
-constexpr int VECTORS = 3, ROWS = 8;  // 24 of 32 registers hold sums
+constexpr int REGISTERS = 32, VECTORS = 3, ROWS = 8;
 #else
-constexpr int VECTORS = 2, ROWS = 6;  // 12 of 16
+constexpr int REGISTERS = 16, VECTORS = 2, ROWS = 6;
 #endif
 constexpr int PANEL = VECTORS * LANES;
-constexpr int LINE = 64, AHEAD = 4096;  // bytes of a cache line, and between what is read and what is fetched
-
-
-
-
-
-
 
 inline float to_float(int8_t x) { return x; }
 
@@ -113,20 +107,33 @@ inline void add_part(Floats (&sum)[R][N], const typename W::Activation* left, in
     }
 }
 
-// Adds to sums [R, P * PANEL] (or sets them) the products of R rows with P panels over `steps` steps.
+// Panels that are multiplied at once: with few rows one has too few sums to hide the latency of an addition.
+constexpr int together(int rows) { return rows == 1 ? 4 : (rows + 1) * 2 * VECTORS + 1 <= REGISTERS ? 2 : 1; }
+
+constexpr int LINE = 64;  // bytes that memory is fetched in
+
+template <typename W>
+struct Lines {  // of memory that a step of a panel takes, if it takes whole ones, and steps that share a line
+    static constexpr int BYTES = PANEL * W::STEP * sizeof(typename W::Stored);
+    static constexpr int COUNT = (BYTES + LINE - 1) / LINE, STEPS = BYTES < LINE ? LINE / BYTES : 1;
+};
+
+// Adds to sums [R, P * PANEL] (or sets them) the products of R rows with P panels over `steps` steps. For each line of
+// weights that it reads it has one fetched, from `ahead` on, `ahead_stride` bytes after the last.
 template <typename W, int R, int P>
 __attribute__((noinline)) void add_products(const typename W::Activation* left, int64_t left_stride,
                                             const typename W::Stored* right, int64_t panel_stride, int64_t steps,
-                                            float* sums, int64_t sums_stride, bool set) {
-    constexpr int N = P * VECTORS, STEP_BYTES = PANEL * W::STEP * sizeof(typename W::Stored);
+                                            float* sums, int64_t sums_stride, bool set, const char* ahead,
+                                            int64_t ahead_stride) {
+    constexpr int N = P * VECTORS;
     Floats sum[R][N];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < N; n++) sum[r][n] = set ? Floats{} : load(sums + r * sums_stride + n * LANES);
     for (int64_t step = 0; step < steps; step++) {
-        if (STEP_BYTES >= LINE || step % (LINE / STEP_BYTES) == 0)
-            for (int p = 0; p < P; p++)
-                for (int byte = 0; byte < STEP_BYTES; byte += LINE)
-                    __builtin_prefetch((const char*)(right + p * panel_stride) + byte + AHEAD);
+        if (Lines<W>::STEPS == 1 || step % Lines<W>::STEPS == 0)
+            for (int line = 0; line < Lines<W>::COUNT; line++, ahead += ahead_stride)
+                for (int p = 0; p < P; p++)
+                    __builtin_prefetch(ahead + p * panel_stride * int64_t(sizeof(typename W::Stored)));
         add_part<W, 0>(sum, left, left_stride, right, panel_stride);
         if constexpr (W::PARTS == 2) add_part<W, 1>(sum, left, left_stride, right, panel_stride);
         left += W::STEP;

@@ -134,13 +134,12 @@ constexpr int64_t BLOCK_BYTES = 24 << 10;  // of a panel, as it is multiplied: h
 constexpr int64_t GROUP = 8;               // panels that a piece of BLOCK_ROWS rows has room for
 constexpr int64_t PIECES = 8;              // for each thread, so that one that is held up does less
 
+constexpr int64_t AHEAD = 4096;            // bytes between what is read and what is fetched
+
 struct Scratch {
     float sums[BLOCK_ROWS * GROUP * PANEL];
     char wide[BLOCK_BYTES];
 };
-
-// Panels that are multiplied at once: with few rows one has too few sums to hide the latency of an addition.
-constexpr int together(int rows) { return rows == 1 ? 4 : rows <= ROWS / 2 ? 2 : 1; }
 
 template <typename W>
 using AddProducts = decltype(&add_products<W, 1, 1>);
@@ -163,17 +162,37 @@ struct Block {  // `steps` steps of some rows and panels
     bool set;  // the sums, instead of adding to them
 };
 
-// Sub-blocks of rows differ by one row at most, since small ones are slow.
+// Up to ROWS rows: every weight is used once. It is fetched a while before; the last steps fetch what comes next.
 template <typename W>
-void add_block(const Block<W>& b) {
-    const int64_t parts = ceil_div(b.rows, ROWS), most = parts == 1 ? together(b.rows) : 1;
+void add_few_rows(const Block<W>& b) {
+    const int64_t most = together(b.rows), last = std::min(b.steps, AHEAD / Lines<W>::BYTES), first = b.steps - last;
     for (int64_t panel = 0, count; panel < b.panels; panel += count) {
         count = panel + most <= b.panels ? most : 1;
+        const auto add = products_of<W>(b.rows, count == 1);
+        const typename W::Stored *right = b.right + panel * b.panel_stride, *rest = right + first * W::STEP * PANEL;
+        float* sums = b.sums + panel * PANEL;
+        if (first)
+            add(b.left, b.left_stride, right, b.panel_stride, first, sums, b.sums_stride, b.set,
+                (const char*)(right + last * W::STEP * PANEL), LINE);
+        add(b.left + first * W::STEP, b.left_stride, rest, b.panel_stride, last, sums, b.sums_stride, b.set && !first,
+            (const char*)(right + count * b.panel_stride), LINE);
+    }
+}
+
+// Parts of rows differ by one row at most, since small ones are slow. They share the fetching of the next panel, so that
+// products and memory work side by side.
+template <typename W>
+void add_block(const Block<W>& b) {
+    const int64_t parts = ceil_div(b.rows, ROWS);
+    if (parts == 1) return add_few_rows(b);
+    for (int64_t panel = 0; panel < b.panels; panel++) {
+        const typename W::Stored *right = b.right + panel * b.panel_stride, *next = right + b.panel_stride;
         for (int64_t i = 0; i < parts; i++) {
             const int64_t begin = b.rows * i / parts, end = b.rows * (i + 1) / parts;
-            products_of<W>(end - begin, count == 1)(
-                b.left + begin * b.left_stride, b.left_stride, b.right + panel * b.panel_stride, b.panel_stride,
-                b.steps, b.sums + begin * b.sums_stride + panel * PANEL, b.sums_stride, b.set);
+            products_of<W>(end - begin, true)(b.left + begin * b.left_stride, b.left_stride, right, b.panel_stride,
+                                              b.steps, b.sums + begin * b.sums_stride + panel * PANEL, b.sums_stride,
+                                              b.set, (const char*)next + b.steps * Lines<W>::BYTES * i / parts,
+                                              LINE / parts);
         }
     }
 }
@@ -198,7 +217,8 @@ void add_up(const Linear& op, const typename W::Activation* x, int64_t rows, int
             Scratch& scratch) {
     constexpr int64_t NUMBERS = W::STEP * PANEL;  // of a step
     constexpr int64_t MOST = BLOCK_BYTES / (NUMBERS * sizeof(typename W::Wide::Stored));
-    const int64_t inputs = op.weight->inputs, whole = inputs / W::STEP, blocks = ceil_div(whole, MOST);
+    const int64_t inputs = op.weight->inputs, whole = inputs / W::STEP;
+    const int64_t blocks = rows <= ROWS ? std::min<int64_t>(whole, 1) : ceil_div(whole, MOST);
     const int64_t panel_stride = ceil_div(inputs, W::STEP) * NUMBERS, sums_stride = panels * PANEL;
     const auto* right = (const typename W::Stored*)op.weight->panels + first * panel_stride;
     for (int64_t i = 0; i < blocks; i++) {
