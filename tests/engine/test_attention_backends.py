@@ -14,6 +14,7 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
 from engine.model.shadow import attention_of, make_shadow
 from engine.ops import ATTENTIONS, make_ops
+from engine.ops.cpu import library
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
 from engine.ops.torch_ops import TorchOps
@@ -56,6 +57,7 @@ def test_auto_switch_leaves_the_backend_when_nothing_is_faster(
     assert f"{attention}, unchanged" in record.getMessage() and "float16" in record.getMessage()
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(library, "_library", library._library.__wrapped__)  # not the one that is loaded already
     kind, (record,) = chosen(caplog, attention, True)
     assert kind is PLAIN[attention] and record.levelno == logging.WARNING
     assert f"{attention}, unchanged" in record.getMessage() and "no C++ compiler" in record.getMessage()

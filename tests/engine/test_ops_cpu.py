@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -152,12 +151,9 @@ def test_the_process_has_one_openmp() -> None:
 # The build
 
 
-@pytest.fixture
-def nothing_is_loaded() -> Iterator[None]:
-    """Ops made meanwhile load the library anew."""
-    library._library.cache_clear()
-    yield
-    library._library.cache_clear()
+def load_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ops made from now on load the library themselves."""
+    monkeypatch.setattr(library, "_library", library._library.__wrapped__)
 
 
 def fallback_log(caplog: pytest.LogCaptureFixture) -> str:
@@ -169,14 +165,13 @@ def fallback_log(caplog: pytest.LogCaptureFixture) -> str:
     return record.getMessage()
 
 
-@pytest.mark.usefixtures("nothing_is_loaded")
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
+    load_anew(monkeypatch)
     assert "no C++ compiler" in fallback_log(caplog)
 
 
-@pytest.mark.usefixtures("nothing_is_loaded")
 def test_a_compiler_that_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,16 +180,17 @@ def test_a_compiler_that_fails(
     compiler.chmod(0o755)
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
+    load_anew(monkeypatch)
     assert "out of order" in fallback_log(caplog)
     assert not list((tmp_path / "ops").iterdir())
 
 
-@pytest.mark.usefixtures("nothing_is_loaded")
 def test_a_cache_folder_that_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path / "file"))
+    load_anew(monkeypatch)
     assert "CONVOY_CACHE" in fallback_log(caplog)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,7 +168,7 @@ class Rows:
         """
         self.tokens = int(rows.counts.sum())
         numbers = [np.ascontiguousarray(part, dtype=np.int64) for part in (rows.starts, rows.counts, rows.offsets)]
-        self._owners = [*numbers, *tables]
+        self._owners: list[Any] = [*numbers, *tables]
         self.groups = (GroupRows * len(windows))()
         positions, row_of = _positions(rows, self.tokens)
         pages, places = np.divmod(positions, page)
