@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.execution.kv_tensors import KVTensors
-from engine.ops import make_ops
 from engine.ops.interface import PackedRows
+from engine.ops.torch_ops import TorchOps
 
 
 @dataclass
@@ -33,7 +33,7 @@ class FixedOps:
     supports_graphs = (True, True)
 
     def __init__(self, kv: KVTensors) -> None:
-        self._plain = make_ops(kv)
+        self._plain = TorchOps(kv)
         self.kv_shape = (kv.num_kv_heads, kv.head_dim)
         self._caches = [(k.transpose(0, 1), v.transpose(0, 1)) for k, v in zip(kv.keys, kv.values, strict=True)]
         self._page = kv.page_size
