@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.bench.rows import spread_rows
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors, allocate
-from engine.ops.cpu.attention import Rows, attend_op, table_arrays, write_op
+from engine.ops.cpu.attention import Rows, attend_op, write_op
 from engine.ops.cpu.library import Step, Tape
 from engine.ops.interface import PackedRows
 from engine.ops.torch_ops import TorchOps
@@ -38,12 +39,7 @@ class Case(NamedTuple):
         starts = np.full(self.rows, self.start)
         if self.spread:
             starts = np.sort(generator.integers(self.start // 2, self.start * 3 // 2 + 1, self.rows))[::-1]
-        sizes = -(-(starts + self.new) // page)
-        blocks = generator.permutation(int(sizes.sum())) + 1
-        tables = [part.tolist() for part in np.split(blocks, np.cumsum(sizes)[:-1])]
-        counts = np.full(self.rows, self.new)
-        single = self.rows if self.new == 1 else 0
-        return PackedRows(starts, counts, np.cumsum(counts) - counts, [tables], single), len(blocks)
+        return spread_rows(starts, np.full(self.rows, self.new), page)
 
 
 CASES = (
@@ -105,7 +101,7 @@ def measure(case: Case, page: int, options: argparse.Namespace) -> Result:
     tokens = int(packed.counts.sum())
     query = torch.randn(tokens, heads, dim)
     key, value = torch.randn(tokens, kv_heads, dim), torch.randn(tokens, kv_heads, dim)
-    rows = Rows(packed, table_arrays(packed.block_tables or []), [None], page)
+    rows = Rows(packed, [None], page)
     step, out = Step(tokens=rows.tokens, groups=rows.groups), torch.empty(tokens, heads * dim)
     pairs = list(zip(kv.keys, kv.values, strict=True))
     attend = Tape(attend_op(keys, values, 0, query, out, scaling=dim**-0.5) for keys, values in pairs)

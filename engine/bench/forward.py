@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.bench.rows import spread_rows
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
 from engine.model.families import describe
@@ -22,7 +23,6 @@ from engine.model.loader import load_model
 from engine.model.shadow import make_shadow, model_facts
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.cpu.library import Step, Tape
-from engine.ops.interface import PackedRows
 
 PAGE = 32
 # name: rows, tokens of each row before the step, and in it
@@ -57,19 +57,15 @@ class Case:
         starts, counts = np.full(rows, before), np.full(rows, count)
         if name == "mixed":
             starts, counts = np.append(starts, 0), np.append(counts, 480)
-        pages = -(-(starts + counts) // PAGE)
-        blocks = np.random.default_rng(0).permutation(int(pages.sum())) + 1
-        tables = [part.tolist() for part in np.split(blocks, np.cumsum(pages)[:-1])]
-        offsets = np.cumsum(counts) - counts
-        single = int((counts == 1).sum())
-        self._plan: Any = self._ops.plan(PackedRows(starts, counts, offsets, [tables], single))
-        positions = np.arange(counts.sum()) + np.repeat(starts - offsets, counts)
+        packed, _ = spread_rows(starts, counts, PAGE)
+        self._plan: Any = self._ops.plan(packed)
+        positions = np.arange(counts.sum()) + np.repeat(starts - packed.offsets, counts)
         self._arrays = [torch.from_numpy(positions % 1000), torch.from_numpy(positions)]
-        self._arrays.append(torch.from_numpy(offsets + counts - 1))
+        self._arrays.append(torch.from_numpy(packed.offsets + counts - 1))
         ids, places, keep = self._arrays
         self._decoder(ids, places, keep, self._plan.groups)
         addresses = [array.data_ptr() for array in self._arrays]
-        return Step(len(positions), len(offsets), *addresses, self._plan.groups)
+        return Step(len(positions), len(starts), *addresses, self._plan.groups)
 
     def whole(self, name: str, threads: int, seconds: float) -> float:
         """Milliseconds of a pass."""

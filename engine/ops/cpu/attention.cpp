@@ -158,7 +158,7 @@ private:
     }
 
     int64_t block_of(const Unit& of, int64_t page) const {
-        return (rows.tables[of.row * rows.width + page] * a.kv_heads + of.kv_head) * a.page * a.dim;
+        return (rows.tables[rows.table_of[of.row] * rows.width + page] * a.kv_heads + of.kv_head) * a.page * a.dim;
     }
 
     // ---- A unit

@@ -154,19 +154,19 @@ class Rows:
         groups: what `Step.groups` takes.
     """
 
-    def __init__(
-        self, rows: PackedRows, tables: Sequence[np.ndarray], windows: Sequence[int | None], page: int
-    ) -> None:
+    def __init__(self, rows: PackedRows, windows: Sequence[int | None], page: int) -> None:
         """
         Args:
-            tables: int32 [rows, width] a group.
+            rows: with block tables.
             windows: of each group.
 
         Raises:
             ValueError: a token has no block.
         """
         self.tokens = int(rows.counts.sum())
-        numbers = [np.ascontiguousarray(part, dtype=np.int64) for part in (rows.starts, rows.counts, rows.offsets)]
+        parts = (rows.starts, rows.counts, rows.offsets, rows.table_of)
+        numbers = [np.ascontiguousarray(part, dtype=np.int64) for part in parts]
+        tables = rows.block_tables or []
         self._owners: list[Any] = [*numbers, *tables]
         self.groups = (GroupRows * len(windows))()
         positions, row_of = _positions(rows, self.tokens)
@@ -175,13 +175,13 @@ class Rows:
         for group, table, window in zip(self.groups, tables, windows, strict=True):
             if self.tokens and pages.max() >= table.shape[1]:
                 raise ValueError(_UNCOVERED)
-            blocks = table[row_of, pages]
+            blocks = table[rows.table_of[row_of], pages]
             if not blocks.all():
                 raise ValueError(_UNCOVERED)
             slots = blocks * np.int64(page) + places
             self._owners.append(slots)
             group.rows, group.width, group.window = len(numbers[0]), table.shape[1], window or 0
-            group.starts, group.counts, group.offsets = addresses
+            group.starts, group.counts, group.offsets, group.table_of = addresses
             group.tables, group.slots = table.ctypes.data, slots.ctypes.data
 
     def use_cache(self, keys: torch.Tensor, values: torch.Tensor) -> None:

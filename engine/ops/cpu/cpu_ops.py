@@ -6,6 +6,7 @@ Made by `make_ops` where the library can be built. Knows nothing of requests or 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,9 +78,10 @@ class CpuOps:
         """
         page = self._kv.page_size
         if rows.block_tables is not None:
-            return Rows(rows, [tables[rows.table_of] for tables in rows.block_tables], self._windows, page)
+            return Rows(rows, self._windows, page)
         table, *cache = self._spare.take(rows.counts)
-        plan = Rows(rows, [table] * len(self._windows), self._windows, page)
+        rows = replace(rows, block_tables=[table] * len(self._windows), table_of=np.arange(len(table)))
+        plan = Rows(rows, self._windows, page)
         plan.use_cache(*cache)
         return plan
 

@@ -13,7 +13,8 @@ struct GroupRows {
     const int64_t* starts;    // [rows] tokens in the cache before this step
     const int64_t* counts;    // [rows] tokens of this step
     const int64_t* offsets;   // [rows] where they begin in the packed order
-    const int32_t* tables;    // [rows, width] block of each page of a row's context; 0 behind a window
+    const int32_t* tables;    // [lines, width] block of each page of a context; 0 behind a window
+    const int64_t* table_of;  // [rows] each row's line
     int64_t width;
     const int64_t* slots;     // [tokens] block * page + place within it that a token's K and V go to
     int64_t window;           // tokens that a query sees, itself included; 0: all

@@ -27,6 +27,7 @@ class GroupRows(ctypes.Structure):
         ("counts", Address),
         ("offsets", Address),
         ("tables", Address),
+        ("table_of", Address),
         ("width", Int),
         ("slots", Address),
         ("window", Int),
