@@ -413,3 +413,22 @@ def test_partial_selection_is_as_good_as_sorting_everything(scale: float, ties: 
 
 def logprob(scores: torch.Tensor, choice: Choice) -> torch.Tensor:
     return scores.gather(1, choice.tokens[:, None]).squeeze(1) - choice.log_total
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 200, 4001])
+@pytest.mark.parametrize("ties", [False, True])
+def test_searches_by_columns_find_what_whole_rows_hold(vocab: int, ties: bool) -> None:
+    scores = normal(50, vocab, seed=3, scale=1.0)
+    if ties:
+        scores = scores.round()
+    scores[0] = 0.0
+    scores[0, ::2] = -0.0
+    best, tokens = processors.best_of(scores)
+    values, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
+    assert torch.equal(best, values[:, 0])
+    assert torch.equal(tokens, ids[:, 0])
+    assert torch.equal(processors._sorted(scores)[1], ids)
+    for count in {1, min(5, vocab), vocab}:
+        found = processors.most_likely(scores, count)
+        assert torch.equal(found[0], values[:, :count])
+        assert torch.equal(found[1], ids[:, :count])
