@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from engine.execution.row_order import neighbours
 from engine.ops.interface import PackedRows
 from engine.request import Request
 from engine.scheduling.batch import ScheduledBatch
@@ -72,7 +73,7 @@ class InputBatch:
 
 
 def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *, cached: bool = True) -> InputBatch:
-    """Packs the rows: those of one token first, longest context first, then the others as scheduled.
+    """Packs the rows: those of one token first, in the order of `neighbours`, then the others as scheduled.
 
     Args:
         previous: requests that the step before this one is sampling, in its order.
@@ -85,10 +86,13 @@ def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *,
     starts = np.array(batch.starts, dtype=np.int64)
     single = counts == 1 if cached else np.zeros(len(counts), dtype=bool)
     num_single = int(single.sum())
-    order = np.argsort(np.where(single, -starts, 1), kind="stable")
-    counts, starts = counts[order], starts[order]
+    table_of = np.array(batch.table_of, dtype=np.int64)
+    order = np.argsort(~single, kind="stable")
+    if num_single > 1:
+        first = order[:num_single]
+        order[:num_single] = first[neighbours(batch.block_tables[0], table_of[first], starts[first])]
+    counts, starts, table_of = counts[order], starts[order], table_of[order]
     offsets = np.cumsum(counts) - counts
-    table_of = np.array(batch.table_of, dtype=np.int64)[order]
     requests = [batch.requests[row] for row in order.tolist()]
     token_ids, unknown = _token_ids(requests, starts.tolist(), counts.tolist(), num_single)
     positions = starts

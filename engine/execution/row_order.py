@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def neighbours(tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def neighbours(tables: np.ndarray, lines: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Rows ordered so that those with the same leading blocks are neighbours.
 
     Rows that begin with the same block are one family. Families come by their longest row, the longest first, so that
@@ -18,9 +18,10 @@ def neighbours(tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     first, then rows as given.
 
     Args:
-        tables: int [rows, width], the blocks of each row from its first token on, 0 behind its last one. Blocks are
-            shared as prefixes alone: two rows with the same block in a column have the same ones before it. A row
-            that begins with 0 (a window has left its first block behind) is a family of its own.
+        tables: int [lines, width], blocks from a first token on. Blocks are shared as prefixes alone: two rows with
+            the same block in a column have the same ones before it. A row that begins with 0 (a window has left its
+            first block behind) is a family of its own.
+        lines: int64 [rows], each row's line of `tables`.
         lengths: int64 [rows], tokens of each row.
 
     Returns:
@@ -28,7 +29,7 @@ def neighbours(tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """
     if tables.shape[1] == 0:
         return np.argsort(-lengths, kind="stable")
-    first = tables[:, 0].astype(np.int64)
+    first = tables[lines, 0].astype(np.int64)
     alone = first == 0
     first[alone] = -1 - np.flatnonzero(alone)
     families, family = np.unique(first, return_inverse=True)
@@ -36,7 +37,7 @@ def neighbours(tables: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return np.argsort(-lengths, kind="stable")
     longest = np.zeros(len(families), np.int64)
     np.maximum.at(longest, family, lengths)
-    columns = [tables[:, column] for column in _doublings(tables.shape[1])]
+    columns = [tables[lines, column] for column in _doublings(tables.shape[1])]
     return np.lexsort((-lengths, *reversed(columns), first, -longest[family]))
 
 

@@ -17,7 +17,8 @@ import torch
 class PackedRows:
     """The rows of one step in the order in which their tokens are packed.
 
-    Rows of one token come first, longest context first; then the longer ones.
+    Rows of one token come first: those that share blocks side by side, else the longest context first. Then the longer
+    ones.
 
     Attributes:
         starts: int64 [rows], tokens of the row in the cache before this step.

@@ -28,6 +28,14 @@ def table_of(paths: list[list[int]]) -> np.ndarray:
     return table
 
 
+def order_of(table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """With the rows' lines among others, and not in the rows' order."""
+    lines = 1 + 2 * np.arange(len(table))[::-1]
+    array = np.full((2 * len(table) + 1, table.shape[1]), 7, np.int32)
+    array[lines] = table
+    return neighbours(array, lines, lengths)
+
+
 def are_neighbours(places: list[int]) -> bool:
     return max(places) - min(places) == len(places) - 1
 
@@ -36,7 +44,7 @@ def are_neighbours(places: list[int]) -> bool:
 def test_rows_with_the_same_leading_blocks_are_neighbours(paths: list[list[int]], random) -> None:
     table = table_of(paths)
     lengths = np.array([random.randint(1, 5) for _ in paths])
-    order = neighbours(table, lengths)
+    order = order_of(table, lengths)
     assert sorted(order.tolist()) == list(range(len(paths)))
     place = {row: at for at, row in enumerate(order.tolist())}
     for depth in (1, 2, 4, 8, 16):
@@ -48,7 +56,7 @@ def test_rows_with_the_same_leading_blocks_are_neighbours(paths: list[list[int]]
 @given(PATHS, st.randoms(use_true_random=False))
 def test_families_come_by_their_longest_row(paths: list[list[int]], random) -> None:
     lengths = np.array([random.randint(1, 9) for _ in paths])
-    order = neighbours(table_of(paths), lengths).tolist()
+    order = order_of(table_of(paths), lengths).tolist()
     families = [
         [lengths[row] for row in rows]
         for _, rows in itertools.groupby(order, key=lambda row: paths[row][0] if paths[row] else f"alone {row}")
@@ -58,10 +66,10 @@ def test_families_come_by_their_longest_row(paths: list[list[int]], random) -> N
 
 
 def test_rows_that_share_nothing_come_longest_first_then_as_given() -> None:
-    assert neighbours(table_of([[0], [1], [2]]), np.array([5, 7, 5])).tolist() == [1, 0, 2]
-    assert neighbours(np.zeros((3, 0), np.int32), np.array([5, 7, 5])).tolist() == [1, 0, 2]
+    assert order_of(table_of([[0], [1], [2]]), np.array([5, 7, 5])).tolist() == [1, 0, 2]
+    assert order_of(np.zeros((3, 0), np.int32), np.array([5, 7, 5])).tolist() == [1, 0, 2]
 
 
 def test_the_null_block_is_shared_by_nobody() -> None:
     table = np.array([[0, 4], [1, 2], [0, 5], [1, 3]])
-    assert neighbours(table, np.array([9, 8, 7, 6])).tolist() == [0, 1, 3, 2]
+    assert order_of(table, np.array([9, 8, 7, 6])).tolist() == [0, 1, 3, 2]
