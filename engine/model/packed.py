@@ -35,22 +35,23 @@ class PackedLinear(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
         layer = weakref.proxy(self)
-        self._packed = PackedWeight([lambda: layer.weight])
+        self._packed: PackedWeight | None = PackedWeight([lambda: layer.weight])
         rows = torch.empty(1, self.in_features, dtype=activation_dtype(self.weight.dtype))
         op = linear_op(self._packed, rows, torch.empty(1, self.out_features, dtype=rows.dtype))
         self._arguments, self._tape = op.arguments, Tape([op])
         self._dtype = rows.dtype
 
     def refresh(self) -> None:
-        """Packs the weight again if it is not what was packed.
-
-        Raises:
-            ValueError: it has another shape or dtype now.
-        """
-        self._packed.refresh()
+        """Packs the weight again if it is not what was packed; for good no more if its shape or dtype has changed."""
+        if self._packed is None:
+            return
+        try:
+            self._packed.refresh()
+        except ValueError:
+            self._packed = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not input.numel() or input.dtype != self.weight.dtype:
+        if self._packed is None or not input.numel() or input.dtype != self.weight.dtype:
             return functional.linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features).to(self._dtype).contiguous()
         out = torch.empty(len(rows), self.out_features, dtype=self._dtype)

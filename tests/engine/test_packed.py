@@ -102,9 +102,20 @@ def test_changed_weights_count_after_a_refresh(write: str) -> None:
 def test_unchanged_weights_are_not_packed_again(tiny_bf16: PreTrainedModel) -> None:
     shadow = pack_linears(make_shadow(tiny_bf16))
     layers = [module for module in shadow.modules() if isinstance(module, PackedLinear)]
-    assert layers and not any(layer._packed.refresh() for layer in layers)
+    packs = [layer._packed for layer in layers]
+    assert packs and not any(pack is None or pack.refresh() for pack in packs)
     layers[0].weight.data.neg_()
-    assert layers[0]._packed.refresh() and not layers[0]._packed.refresh()
+    assert packs[0] is not None and packs[0].refresh() and not packs[0].refresh()
+
+
+@torch.no_grad()
+def test_weights_of_another_dtype_are_computed_with_as_they_are() -> None:
+    model = pack_linears(nn.Sequential(linear()))
+    model.to(torch.float32)
+    model[0].weight.data.neg_()  # type: ignore[index]
+    refresh_packed(model)
+    x = torch.randn(3, 48)
+    assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias))  # type: ignore[index]
 
 
 def generated(manager: ContinuousBatchingManager) -> list[list[int]]:

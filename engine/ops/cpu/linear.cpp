@@ -133,7 +133,6 @@ constexpr int64_t BLOCK_ROWS = 16 * ROWS;
 constexpr int64_t BLOCK_BYTES = 24 << 10;  // of a panel, as it is multiplied: half of a first-level cache, or more
 constexpr int64_t GROUP = 8;               // panels that a piece of BLOCK_ROWS rows has room for
 constexpr int64_t PIECES = 8;              // for each thread, so that one that is held up does less
-
 constexpr int64_t AHEAD = 4096;            // bytes between what is read and what is fetched
 
 struct Scratch {
@@ -288,7 +287,10 @@ void embed(const void* arguments, const Step& step, Team& team) {
 
 inline void pack_number(float& to, float x, float) { to = x; }
 inline void pack_number(Bf16& to, Bf16 x, float) { to = x; }
-inline void pack_number(int8_t& to, float x, float scale) { to = scale > 0 ? std::lrint(x / scale) : 0; }
+inline void pack_number(int8_t& to, float x, float scale) {
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    to = scale > 0 ? int8_t(int32_t(x / scale + round - round)) : 0;
+}
 inline void pack_number(int8_t& to, Bf16 x, float scale) { pack_number(to, to_float(x), scale); }
 
 template <typename T>
