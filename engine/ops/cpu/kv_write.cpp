@@ -63,6 +63,10 @@ void write(const Arguments& a, const Step& step, Team& team) {
             const int64_t block = rows.slots[token] / a.page, slot = rows.slots[token] % a.page;
             for (count = 1; token + count < end && slot + count < a.page; count++)
                 if (rows.slots[token + count] != rows.slots[token] + count) break;
+            if (count == 1)  // one number pair in every line: ask for all lines before the first is written
+                for (int64_t at = block * a.kv_heads, head = 0; head < a.kv_heads; head++)
+                    for (int64_t d = 0; d < a.dim; d += STEP)
+                        __builtin_prefetch(keys + (at + head) * a.page * a.dim + d * a.page + slot * STEP, 1);
             for (int64_t head = 0; head < a.kv_heads; head++) {
                 const From* key = (const From*)a.key + token * a.key_stride + head * a.key_head_stride;
                 const From* value = (const From*)a.value + token * a.value_stride + head * a.value_head_stride;
