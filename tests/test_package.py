@@ -18,4 +18,4 @@ def test_the_version_is_said_once_and_the_same() -> None:
 def test_sources_that_are_compiled_on_first_use_are_shipped() -> None:
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     shipped = {path for pattern in data["engine"] for path in (ROOT / "engine").glob(pattern)}
-    assert shipped == set((ROOT / "engine").rglob("*.cpp"))
+    assert shipped == {*(ROOT / "engine").rglob("*.cpp"), *(ROOT / "engine").rglob("*.h")}
