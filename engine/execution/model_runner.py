@@ -129,10 +129,7 @@ class ModelRunner:
         self._sampler = sampler or Sampler(facts.vocab_size)
         self._device = next(model.parameters()).device
         self._num_groups = len(settings.groups)
-        most = settings.max_batch_tokens
-        if self._device.type == "cpu" and settings.mixed_compile is None:  # nothing is set up for the largest step
-            most = min(most, _CPU_WARMUP_TOKENS)
-        self._max_warmup_tokens = min(most, settings.context_length)
+        self._max_warmup_tokens = min(settings.max_batch_tokens, settings.context_length)
         kv = kv or self._allocate(settings)
         self._host = HostKV(kv, settings.host_slots) if settings.host_slots else None
         self._ops = ops or make_ops(
@@ -197,12 +194,15 @@ class ModelRunner:
     def warmup(self) -> None:
         """Runs a large and a smallest step through the real path, so that no request pays for first-time set-up.
 
-        On CPU, where a step's size sets nothing up unless the forward is compiled, the large one is small too.
+        Where the size of a step sets nothing up (on CPU, neither compiled nor recorded), the large one is small too.
         Where steps are replayed, the largest mixed one and every size of decode-only ones are recorded, the largest
         first, in whose memory the others then fit. K/V goes to the trash block.
         """
+        tokens = self._max_warmup_tokens
+        if not self._has_set_up:
+            tokens = min(tokens, _CPU_WARMUP_TOKENS)
         for _ in range(self._num_input_sets):
-            self._dry_run(self._max_warmup_tokens)
+            self._dry_run(tokens)
         if self._decode is not None:
             for size in reversed(self._decode.padded_sizes):
                 for _ in range(self._num_input_sets):
@@ -247,6 +247,7 @@ class ModelRunner:
             if wanted and recorder is None:
                 logger.warning("%s steps are not replayed: the operations of this device have no fixed shapes", kind)
         self._replays = any(recorders)
+        self._has_set_up = self._device.type != "cpu" or self._replays or settings.mixed_compile is not None
         self._num_input_sets = 2 if settings.async_batching and any(recorders) else 1
         self._mixed = MixedPath(*self._path_parts(settings.mixed_compile, recorders[0], settings.max_batch_tokens))
         self._decode: DecodePath | None = None

@@ -6,6 +6,7 @@ tensors only. Called by the model runner. Knows nothing of blocks, steps or devi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -64,12 +65,13 @@ class _SortedRows:
     """What follows from the parameters of a step's requests alone, so that it serves every step of the same ones.
 
     Attributes:
+        params: of the requests, which themselves are not kept.
         editing: rows that may have edits.
         groups: without random numbers.
         raw, greedy, certain: as in `SamplingPlan`.
     """
 
-    requests: list[Request]
+    params: list[SamplingParams]
     editing: list[int] = field(default_factory=list)
     groups: dict[_Kind, RowGroup] = field(default_factory=dict)
     raw: LogprobRows = field(default_factory=LogprobRows)
@@ -153,9 +155,10 @@ class Sampler:
 
         The requests' tokens are not read after this call. It may bring their `history` up to date.
         """
+        params = [request.params for request in requests]
         rows = self._rows
-        if rows.requests != requests:
-            rows = self._rows = self._sort(list(requests))
+        if len(rows.params) != len(params) or not all(map(operator.is_, rows.params, params)):
+            rows = self._rows = self._sort(params)
         edits = EditsBuilder(self.vocab_size)
         for row in rows.editing:
             request = requests[row]
@@ -209,11 +212,10 @@ class Sampler:
             return _Kind.TOP_K if params.top_k <= _MAX_PARTIAL_TOP_K else _Kind.SORTED
         return _Kind.NUCLEUS if params.top_p < 1.0 else _Kind.VOCABULARY
 
-    def _sort(self, requests: list[Request]) -> _SortedRows:
-        rows = _SortedRows(requests)
+    def _sort(self, all_params: list[SamplingParams]) -> _SortedRows:
+        rows = _SortedRows(all_params)
         drawn: dict[_Kind, list[int]] = {}
-        for row, request in enumerate(requests):
-            params = request.params
+        for row, params in enumerate(all_params):
             if params.edits_logits or params.min_new_tokens:
                 rows.editing.append(row)
             kind = self._kind(params)
@@ -223,11 +225,12 @@ class Sampler:
                 rows.raw.add(row, params.top_logprobs)
             elif params.logprobs and kind is _Kind.ARGMAX:
                 (rows.certain if params.do_sample else rows.greedy).add(row, params.top_logprobs)
-        rows.groups = {kind: self._group(requests, numbers) for kind, numbers in drawn.items()}
+        rows.groups = {
+            kind: self._group([all_params[row] for row in numbers], numbers) for kind, numbers in drawn.items()
+        }
         return rows
 
-    def _group(self, requests: Sequence[Request], rows: list[int]) -> RowGroup:
-        params = [requests[row].params for row in rows]
+    def _group(self, params: list[SamplingParams], rows: list[int]) -> RowGroup:
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64)
         at = [i for i, p in enumerate(params) if p.logprobs and not p.raw_logprobs]
         return RowGroup(

@@ -123,7 +123,7 @@ def rotate_op(
     """
     pairs = 0 if table is None else table.shape[2]
     fits = qkv.shape[1] >= (heads + kv_heads) * head_dim and 2 * pairs <= head_dim
-    whole = norms is not None and norms.query.numel() != head_dim
+    whole = norms is not None and (norms.query.numel(), norms.key.numel()) != (head_dim, head_dim)
     if norms is not None:
         sizes = (heads * head_dim, kv_heads * head_dim) if whole else (head_dim, head_dim)
         fits &= (norms.query.numel(), norms.key.numel()) == sizes
