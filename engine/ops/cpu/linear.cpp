@@ -132,7 +132,7 @@ void finish(const Linear& op, const float* sums, int64_t first, int64_t last, A*
 constexpr int64_t BLOCK_ROWS = 16 * ROWS;
 constexpr int64_t BLOCK_BYTES = 24 << 10;  // of a panel, as it is multiplied: half of a first-level cache, or more
 constexpr int64_t GROUP = 8;               // panels that a piece of BLOCK_ROWS rows has room for
-constexpr int64_t PIECES = 8;              // for each thread, so that one that is held up does less
+constexpr int64_t PIECES = 16;             // for each thread, so that one that is held up does less
 constexpr int64_t AHEAD = 4096;            // bytes between what is read and what is fetched
 
 struct Scratch {
