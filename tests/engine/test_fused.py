@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -277,26 +277,52 @@ def smol_bf16(smol_path: Path) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def test_bfloat16_is_as_close_to_float32_as_the_model_itself(
+TEXT = (
+    "The lighthouse keeper counted the ships twice. In 1893 the harbour froze for forty days, and letters came by "
+    "sledge; one of them, from a botanist in Lyon, asked for seeds of the plant that grows below the tower. "
+    "def area(radius): return 3.14159 * radius ** 2 # the area of a circle. Water boils at 100 degrees Celsius, "
+    "but on a mountain it boils earlier, since the air presses less. She wrote: I will come when the snow is gone, "
+    "and bring the map, the rope and the two books that you lent me last autumn. Nobody knew where the road went."
+)
+
+
+class Exactness(NamedTuple):
+    """Of logits at 200 positions against those of the model in float32."""
+
+    error: float  # mean, absolute
+    plain_error: float  # of the same model's own forward in bfloat16
+    same_best: float  # share of positions
+
+
+@pytest.fixture(scope="module")
+def exactness(
     smol: PreTrainedModel, smol_bf16: PreTrainedModel, smol_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    text = (
-        "The lighthouse keeper counted the ships twice. In 1893 the harbour froze for forty days, and letters came by "
-        "sledge; one of them, from a botanist in Lyon, asked for seeds of the plant that grows below the tower. "
-        "def area(radius): return 3.14159 * radius ** 2 # the area of a circle. Water boils at 100 degrees Celsius, "
-        "but on a mountain it boils earlier, since the air presses less. She wrote: I will come when the snow is gone, "
-        "and bring the map, the rope and the two books that you lent me last autumn. Nobody knew where the road went."
-    )
-    ids = torch.tensor((smol_tokenizer.encode(text) * 2)[:200])
-    runner = plain_rows.make_runner(smol_bf16, context_length=256, max_batch_tokens=64, num_blocks=20)
-    counts = [50, 60] + [1] * 90
-    own = torch.cat([all_logits(runner, ids, sum(counts[:i]), count) for i, count in enumerate(counts)])
+) -> Callable[..., Exactness]:
+    """Of the fused decoder with some settings: a text in two chunks, then token by token."""
+    ids = torch.tensor((smol_tokenizer.encode(TEXT) * 2)[:200])
     with torch.inference_mode():
         truth = smol(input_ids=ids[None]).logits[0]
         plain = smol_bf16(input_ids=ids[None]).logits[0].float()
-    assert own.shape == truth.shape == (200, truth.shape[1])
-    assert (own - truth).abs().mean() <= (plain - truth).abs().mean()
-    assert (own.argmax(-1) == truth.argmax(-1)).float().mean() > 0.97
+
+    def measure(**fields: Any) -> Exactness:
+        runner = plain_rows.make_runner(smol_bf16, context_length=256, max_batch_tokens=64, num_blocks=20, **fields)
+        counts = [50, 60] + [1] * 90
+        own = torch.cat([all_logits(runner, ids, sum(counts[:i]), count) for i, count in enumerate(counts)])
+        assert own.shape == truth.shape == (200, truth.shape[1])
+        errors = [(logits - truth).abs().mean().item() for logits in (own, plain)]
+        return Exactness(*errors, (own.argmax(-1) == truth.argmax(-1)).float().mean().item())
+
+    return measure
+
+
+def test_bfloat16_is_as_close_to_float32_as_the_model_itself(exactness: Callable[..., Exactness]) -> None:
+    found = exactness()
+    assert found.error <= found.plain_error and found.same_best > 0.97, found
+
+
+def test_8_bits_are_about_twice_as_far(exactness: Callable[..., Exactness]) -> None:
+    found = exactness(weight_quantization="int8")
+    assert 1.2 * found.plain_error < found.error < 3 * found.plain_error and found.same_best > 0.95, found
 
 
 def all_logits(runner: ModelRunner, ids: torch.Tensor, start: int, count: int) -> torch.Tensor:
