@@ -1,4 +1,4 @@
-"""`python -m engine.bench.attention`: milliseconds of attention and of the cache write on CPU, by page size.
+"""`python -m engine.bench attention`: milliseconds of attention and of the cache write on CPU, by page size.
 
 The layers of a step run as one tape, as in a forward pass, over a cache of random blocks. Knows the ops alone.
 """
@@ -67,7 +67,7 @@ class Result(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table. Returns the exit status, 0."""
-    parser = argparse.ArgumentParser(prog="python -m engine.bench.attention", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m engine.bench attention", description=__doc__)
     parser.add_argument("--pages", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--heads", type=int, nargs=2, default=[9, 3], metavar=("QUERY", "KV"))

@@ -1,6 +1,6 @@
 """Forward passes of one model by the fused decoder, in milliseconds, whole and by kernel.
 
-`python -m engine.bench.forward FOLDER [--threads 1 2] [--steps decode1 prefill512 ...]`. Times are minima: what the
+`python -m engine.bench forward FOLDER [--threads 1 2] [--steps decode1 prefill512 ...]`. Times are minima: what the
 machine can do when nobody else asks for it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -105,13 +106,14 @@ def _least(run: Any, seconds: float) -> float:
     return least * 1e3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the figures. Returns the exit status, 0."""
+    parser = argparse.ArgumentParser(prog="python -m engine.bench forward", description=__doc__)
     parser.add_argument("folder")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     parser.add_argument("--seconds", type=float, default=3.0, help="that each figure is measured for")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     with torch.inference_mode():
         case = Case(options.folder)
         for name in options.steps:
@@ -121,7 +123,4 @@ def main() -> None:
                 parts = case.by_kernel(name, threads, options.seconds)
                 for label, part in sorted(parts.items(), key=lambda item: -item[1]):
                     print(f"    {label:24} {part:8.3f}")
-
-
-if __name__ == "__main__":
-    main()
+    return 0

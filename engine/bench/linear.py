@@ -58,7 +58,7 @@ class _Probe(ctypes.Structure):
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line for each kind of weights and number of rows."""
-    parser = argparse.ArgumentParser(prog="engine.bench linear", description="linear layers of SmolLM2-135M")
+    parser = argparse.ArgumentParser(prog="python -m engine.bench linear", description="linear layers of SmolLM2-135M")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 512, 2048])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each line")

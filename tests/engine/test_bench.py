@@ -388,9 +388,12 @@ def test_peers_that_cannot_be_started_are_refused(arguments: list[str], message:
     assert command_line.main(["throughput", "--model", "m", *arguments]) == 2
 
 
-def test_sections_with_a_command_line_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_line, "find_spec", lambda name: None)
-    assert command_line.main(["step", "--rows", "1"]) == 2
+@pytest.mark.parametrize("section", command_line._ALONE)
+def test_sections_with_a_command_line_of_their_own(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        command_line.main([section, "--help"])
+    assert exit.value.code == 0
+    assert f"usage: python -m engine.bench {section}" in capsys.readouterr().out
 
 
 def short(*arguments: Any) -> list[Work]:
@@ -402,7 +405,7 @@ def test_the_whole_command_against_transformers(
     tiny_http_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr(limits, "_STREAM_BYTES", 2**20)
-    monkeypatch.setattr(command_line, "find_spec", lambda name: None)  # no step
+    monkeypatch.setattr(command_line, "_STEP", ["--rows", "2", "--context", "20", "--waiting", "3", "--rounds", "1"])
     monkeypatch.setattr(measure, "build", short)
     figures, picture = tmp_path / "figures.json", tmp_path / "chart.svg"
     options = ["--dtype", "float32", "--reps", "1", "--compare", "transformers", "--workloads", "single", "chat"]
@@ -410,6 +413,7 @@ def test_the_whole_command_against_transformers(
     status = command_line.main(["all", "--model", str(tiny_http_path), *options, *files])
     printed = capfd.readouterr().out
     assert status == 0
+    assert printed.splitlines()[-1].split()[:3] == ["2", "20", "3"]
     result = json.loads(figures.read_text())
     assert [(row["workload"], row["engine"]) for row in result["throughput"]] == list(
         itertools.product(["single", "chat"], ["convoy", "transformers"])
