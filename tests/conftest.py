@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from tests.serving import ServeRun
 
-# Before torch is loaded: many threads on few cores (or for tiny models on many) make every run slower.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0)))))
+# Before torch is loaded. Models are tiny here: a second thread gains nothing, and its spinning slows down what runs beside.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ["HF_HUB_OFFLINE"] = "1"
