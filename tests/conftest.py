@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.serving import ServeRun
 
-# Before torch is loaded. Models are tiny here: a second thread gains nothing, and its spinning slows down what runs beside.
+# Before torch is loaded. Models are tiny here: a second thread gains nothing, and its spinning slows what runs beside.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
