@@ -181,6 +181,11 @@ def resolve(
         cpu_group_timeout=config.cpu_group_timeout,
         **{field.name: getattr(acceleration, field.name) for field in dataclasses.fields(acceleration)},
     )
+    if settings.cache_tokens < 1:
+        raise ValueError(
+            f"a KV cache of {num_blocks} blocks of {page_size} tokens, shared by {len(groups)} groups of layers, holds "
+            "not a single token: raise num_blocks"
+        )
     _say_what_has_no_effect(config, settings)
     return settings
 

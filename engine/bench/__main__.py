@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from typing import Any
 from engine.bench.prompts import Message
 from engine.bench.workers import BenchError, EngineSpec, Worker, started
 from engine.bench.workloads import DESCRIPTIONS, REAL, Encode
+from engine.config import ContinuousBatchingConfig
 
 PEERS = ("transformers", "openvino", "vllm")
 _SECTIONS = ("throughput", "latency", "prefix")
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _alone(*argv)
     arguments = _parser().parse_args(argv)
     try:
+        check(arguments)
         specs = engine_specs(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -106,6 +109,25 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("a JSON object is needed")
     return value
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Finds out now what would else end a measurement that has begun.
+
+    Raises:
+        ValueError: a file, folder, program or setting that is named does not exist.
+    """
+    if not Path(arguments.model, "config.json").is_file():
+        raise ValueError(f"--model {arguments.model}: a folder with config.json and safetensors is needed")
+    for name in ("json", "chart"):
+        file = getattr(arguments, name, None)
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"--{name} {file}: there is no such folder")
+    ContinuousBatchingConfig.from_dict(arguments.engine_config)
+    for peer in ("openvino", "vllm"):
+        python = getattr(arguments, f"{peer}_python")
+        if python is not None and shutil.which(python) is None:
+            raise ValueError(f"--{peer}-python {python}: there is no such program")
 
 
 def engine_specs(arguments: argparse.Namespace) -> list[EngineSpec]:

@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vocab", type=int, default=49152, help="tokens that --sampling chooses from")
     parser.add_argument("--history", type=int, default=8000, help="tokens of each request with --sampling")
     options = parser.parse_args(argv)
+    if min(*options.rows, *options.context, options.rounds, 1) < 1 or min(options.waiting) < 0:
+        parser.error("--rows, --context and --rounds must be positive, --waiting not negative")
     if options.sampling:
         for rows in options.rows:
             _print_sampling(rows, options)

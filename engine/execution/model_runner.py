@@ -147,8 +147,8 @@ class ModelRunner:
         self._fused = fuse(model, self._ops, settings)
         if self._fused is None and pack:
             pack_linears(model)
-        if self._fused is not None and settings.release_weights:
-            self._source = None  # there is nothing left to follow
+        if self._fused is not None and settings.release_weights and source is not None:
+            source.weights_are_given_up()
         self._make_paths(settings, graph_backend)
         self.probe()
 

@@ -29,7 +29,8 @@ def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | None:
     """
     try:
         if not isinstance(ops, CpuOps):
-            raise NotFusedError("its attention does not run in the engine's compiled kernels")
+            why = getattr(ops, "why_plain", "other operations were given")
+            raise NotFusedError(f"its attention does not run in the engine's compiled kernels ({why})")
         if settings.mixed_compile is not None or settings.decode_compile is not None:
             raise NotFusedError("it is to be compiled")
         decoder = describe(model)

@@ -8,7 +8,7 @@ all else. Knows nothing of requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class FusedDecoder:
         ops: bound to the cache, with the windows of its layers.
         tokens, kept, positions: what a step has at most; where one has more, buffers grow.
         quantize: matrices are kept in 8 bits.
-        release: the model's matrices are given up as soon as they are copied.
+        release: the model's matrices are given up once all are copied.
 
     Raises:
         NotFusedError: the cache does not fit the model, or the copies do not fit the memory.
@@ -74,6 +74,9 @@ class FusedDecoder:
         }
         self._tokens, self._kept = tokens, kept
         self._build()
+        if release:
+            for module in self._packed_modules():
+                module.weight.data = module.weight.data.new_empty(0)  # for everybody who has it
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, groups: Any) -> torch.Tensor:
         """Writes the step's K/V; the logits of `keep`, float32 [kept, vocab_size], valid until the next call.
@@ -95,7 +98,9 @@ class FusedDecoder:
         return self._logits[:kept]
 
     def refresh(self) -> None:
-        """Copies again what has changed. Cost: one read of the weights. Weights that were given up cannot change."""
+        """Copies again what has changed, but for what the model has given up. Cost: one read of the weights."""
+        for floats in self._floats:
+            floats.refresh()
         if self._release:
             return
         if (self._embedding is self._head) != self._decoder.is_tied:
@@ -103,8 +108,11 @@ class FusedDecoder:
             self._build()
         for weight in {self._embedding, self._head, *(part for layer in self._layers for part in layer.weights)}:
             weight.refresh()
-        for floats in self._floats:
-            floats.refresh()
+
+    def _packed_modules(self) -> Iterator[nn.Linear | nn.Embedding]:
+        for layer in self._decoder.layers:
+            yield from (part.linear for part in _projections(layer))
+        yield from (self._decoder.head, self._decoder.embedding)
 
     def ops(self) -> list[Op]:
         """The tape's, in their order; valid until the next call."""
@@ -134,7 +142,7 @@ class FusedDecoder:
             heads=heads,
         )
         if self._release:
-            _give_up([part.linear for part in _projections(layer)])
+            release_file_pages(part.linear.weight for part in _projections(layer))  # else there are two copies
         return copies
 
     def _copy_head(self) -> None:
@@ -144,8 +152,6 @@ class FusedDecoder:
         self._embedding = self._head
         if not decoder.is_tied:
             self._embedding = PackedWeight([lambda: decoder.embedding.weight])
-        if self._release:
-            _give_up([decoder.head, decoder.embedding])
 
     def _pack(self, *parts: Rows, interleave: bool = False) -> PackedWeight:
         return PackedWeight([part.weight for part in parts], self._quantize, interleave)
@@ -317,14 +323,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     start = -memory.ctypes.data % _ALIGNMENT
     with torch.inference_mode(False):
         return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
-
-
-def _give_up(modules: Iterable[nn.Linear | nn.Embedding]) -> None:
-    """Frees the memory of the weights, which are then empty for everybody who has them."""
-    weights = [module.weight for module in modules]
-    release_file_pages(weights)
-    for weight in weights:
-        weight.data = weight.data.new_empty(0)
 
 
 def _check_memory(decoder: Decoder) -> None:

@@ -35,6 +35,10 @@ _REASONS = {
     "hybrid": "keep a recurrent state beside K and V",
     "hybrid_sliding": "keep a recurrent state beside K and V",
 }
+_GIVEN_UP = (
+    "the model has given up its weights to an engine (release_weights=True), which alone has them: load it again, and "
+    "leave release_weights False to change weights or to share the model"
+)
 _ASKED = "_attention_asked_for"
 
 
@@ -83,6 +87,10 @@ class ParameterSource:
         self._model, self._shadow = model, shadow
         self._shapes = _shapes(model)
 
+    def weights_are_given_up(self) -> None:
+        """From now on there must be none in their place."""
+        self._shapes = _shapes(self._model)
+
     def follow(self) -> bool:
         """Take over replaced parameters; whether there were any.
 
@@ -91,6 +99,8 @@ class ParameterSource:
         """
         shapes = _shapes(self._model)
         if shapes != self._shapes:
+            if _are_empty(shapes) != _are_empty(self._shapes):
+                raise RuntimeError(_GIVEN_UP)
             differing = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
             raise RuntimeError(
                 f"{len(differing)} parameters of the model, the first {differing[0]!r}, have another name, shape, "
@@ -106,6 +116,10 @@ class ParameterSource:
             owner, _, own_name = name.rpartition(".")
             self._shadow.get_submodule(owner)._parameters[own_name] = parameter
         return bool(replaced)
+
+
+def _are_empty(shapes: dict[str, tuple[Any, ...]]) -> dict[str, bool]:
+    return {name: 0 in shape for name, (shape, *_) in shapes.items()}
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -133,7 +147,7 @@ def model_facts(model: nn.Module) -> ModelFacts:
     if device.type == "meta":
         raise ValueError("the model's weights are not loaded (device meta)")
     if not model.get_input_embeddings().weight.numel():  # type: ignore[operator]
-        raise ValueError("the model has given up its weights to another engine (release_weights=True): load it again")
+        raise ValueError(_GIVEN_UP)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     num_heads = _uniform(config, "num_attention_heads")
     return ModelFacts(

@@ -52,7 +52,9 @@ def make_ops(
         level = logging.WARNING if is_flash or isinstance(error, BuildError) else logging.INFO
         kept = f"{attention} -> sdpa, since {missing}" if is_flash else f"{attention}, unchanged"
         logger.log(level, "attention: %s: %s", kept, error)
-        return _PLAIN.get(attention, TorchOps)(kv, groups)
+        plain = _PLAIN.get(attention, TorchOps)(kv, groups)
+        plain.why_plain = str(error)
+        return plain
     if is_flash:
         logger.warning("attention: %s -> the engine's compiled CPU kernel, since %s", attention, missing)
     else:

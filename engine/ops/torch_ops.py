@@ -28,9 +28,11 @@ class TorchOps:
 
     Attributes:
         fused: whether SDPA computes what it can; what it cannot is written out.
+        why_plain: what keeps faster operations from being used, where they were wanted.
     """
 
     fused = True
+    why_plain = "plain operations were asked for"
 
     def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
         groups = groups or [LayerGroup(tuple(range(len(kv.keys))))]

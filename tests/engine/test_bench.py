@@ -388,6 +388,28 @@ def test_peers_that_cannot_be_started_are_refused(arguments: list[str], message:
     assert command_line.main(["throughput", "--model", "m", *arguments]) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "--model /nowhere: a folder with config.json"),
+        (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: there is no such folder"),
+        (["--engine-config", '{"pagesize": 3}'], "did you mean 'page_size'"),
+        (["--compare", "vllm", "--vllm-python", "/nowhere/python"], "there is no such program"),
+    ],
+)
+def test_what_does_not_exist_is_found_before_anything_is_measured(
+    arguments: list[str], message: str, tiny_http_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.main(["latency", "--model", str(tiny_http_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_steps_of_no_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["step", "--rows", "0"])
+    assert "must be positive" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("section", command_line._ALONE)
 def test_sections_with_a_command_line_of_their_own(section: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:

@@ -213,3 +213,12 @@ def test_a_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     build.load_library()
     monkeypatch.setenv("PATH", str(tmp_path))  # without a compiler
     build.load_library()
+
+
+def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
+    path = build.library_path()
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert build.load_library().run_tape
+    assert path.stat().st_size > 10000

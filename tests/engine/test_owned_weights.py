@@ -10,13 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine import generate_batch
+from engine import generate_batch, init_continuous_batching
+from engine.manager import ContinuousBatchingManager
 from engine.ops.cpu.linear import PackedWeight
 from tests.architectures import ARCHITECTURES
 from tests.harness import NO_EOS, collect, config, core_of, running, tokens
 from tests.models import build_tiny, ref
 
 PROMPT = tokens(1, 20, 64)
+
+
+def ask_twice(manager: ContinuousBatchingManager) -> None:
+    """An engine that fails refuses the second request, with the cause."""
+    for _ in range(2):
+        manager.add_request(PROMPT, max_new_tokens=2)
+        list(manager)
 
 
 def test_a_model_that_is_the_engines_alone_gives_up_its_weights(tiny: PreTrainedModel) -> None:
@@ -91,3 +99,51 @@ def test_8_bits_are_half_of_bfloat16(smol_path: Path) -> None:
         fused = core_of(manager).runner._fused  # type: ignore[attr-defined]
         weights = {fused._embedding, fused._head, *(part for layer in fused._layers for part in layer.weights)}
         assert sum(weight.nbytes for weight in weights) < 0.52 * size
+
+
+@pytest.mark.parametrize("which", ["head", "norm", "written norm"])
+def test_no_weights_are_stale_unseen_after_a_release(which: str, tiny: PreTrainedModel) -> None:
+    """What takes the place of weights that were given up is refused; norms, which were not, are followed."""
+    model, changed = build_tiny(), build_tiny()
+    size = model.config.hidden_size
+    with running(model, release_weights=True) as manager:
+        with manager.pause():
+            if which == "head":
+                model.lm_head.weight = torch.nn.Parameter(torch.zeros(512, size))
+            elif which == "norm":
+                model.model.norm.weight = torch.nn.Parameter(torch.linspace(0, 1, size))
+            else:
+                model.model.norm.weight.data.copy_(torch.linspace(0, 1, size))
+        if which == "head":
+            with pytest.raises(RuntimeError, match="release_weights"):
+                ask_twice(manager)
+            return
+        (output,) = collect(manager, [str(manager.add_request(PROMPT, max_new_tokens=12))])
+    changed.model.norm.weight.data.copy_(torch.linspace(0, 1, size))
+    assert output.generated_tokens == ref(changed, PROMPT, 12) != ref(tiny, PROMPT, 12)
+
+
+def test_layers_that_share_a_module_are_given_up_once() -> None:
+    model = build_tiny()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    expected = ref(copy.deepcopy(model), PROMPT, 8)
+    (output,) = generate_batch(model, [PROMPT], NO_EOS, config(release_weights=True), max_new_tokens=8).values()
+    assert output.generated_tokens == expected
+
+
+def test_another_engine_of_a_model_that_gives_up_its_weights_says_why_it_ends() -> None:
+    model = build_tiny()
+    manager = init_continuous_batching(model, NO_EOS, config())
+    manager.start()
+    collect(manager, [str(manager.add_request(PROMPT, max_new_tokens=2))])
+    generate_batch(model, [PROMPT], NO_EOS, config(release_weights=True), max_new_tokens=2)
+    with manager.pause():
+        pass
+    with pytest.raises(RuntimeError, match="release_weights"):
+        ask_twice(manager)
+    manager.destroy()
+
+
+def test_a_model_that_cannot_be_in_8_bits_says_why() -> None:
+    with pytest.raises(NotImplementedError, match="even sizes, not pages of 33"):
+        generate_batch(build_tiny().bfloat16(), [PROMPT], NO_EOS, config(weight_quantization="int8", page_size=33))

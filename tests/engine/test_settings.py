@@ -351,3 +351,9 @@ def test_this_machine() -> None:
     found = available_memory()
     assert found is not None
     assert 1 << 20 < found < 1 << 50
+
+
+def test_a_cache_that_holds_no_token_is_refused() -> None:
+    facts = dataclasses.replace(SMALL, windows=(None,) * 10 + (100,) * 20)
+    with pytest.raises(ValueError, match="shared by . groups of layers, holds not a single token"):
+        resolve(ContinuousBatchingConfig(num_blocks=1, page_size=16), facts, memory=1 << 30)

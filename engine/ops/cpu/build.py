@@ -6,6 +6,7 @@ another machine on the same home folder, never loads a wrong one. Knows nothing 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -43,6 +44,11 @@ def load_library(*, flags: Sequence[str] = ()) -> ctypes.CDLL:
     path = build_library(flags=flags)
     try:
         return ctypes.CDLL(str(path))
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()  # damaged: a new one takes its place
+    try:
+        return ctypes.CDLL(str(build_library(flags=flags)))
     except OSError as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
 
