@@ -75,6 +75,7 @@ class FusedDecoder:
         self._tokens, self._kept = tokens, kept
         self._build()
         if release:
+            release_file_pages([decoder.head.weight, decoder.embedding.weight])  # the file stays mapped for the norms
             for module in self._packed_modules():
                 module.weight.data = module.weight.data.new_empty(0)  # for everybody who has it
 
