@@ -38,3 +38,12 @@ def test_memory(folder: str, tiny: PreTrainedModel, capsys: pytest.CaptureFixtur
     assert report["touched_cache"] == 3 * 2 * 32 * token  # two pages each
     assert 0 <= report["peak_loading"] <= report["peak_serving"]
     assert "x (weights + touched cache)" in startup._table("memory", report)
+
+
+def test_an_engine_that_owns_its_model_takes_a_quarter_more_at_most(
+    smol_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Than its weights and what it uses of the cache: no second copy stays, nor the pages of the file."""
+    assert startup.main(["memory", str(smol_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["peak_serving"] <= 1.25 * (report["weights"] + report["touched_cache"])
