@@ -27,6 +27,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DEFAULT_MARGIN = {"fifo": 0.15, "prefill_first": 0.0}
+_AS_GIVEN = (
+    "return_logprobs",
+    "per_request_processors",
+    "scheduler_type",
+    "auto_switch_to_flash",
+    "max_queue_size",
+    "weight_quantization",
+    "release_weights",
+    "drop_unsupported_processors",
+    "cpu_group_timeout",
+)
 
 
 @dataclass(frozen=True)
@@ -163,22 +174,14 @@ def resolve(
         max_requests=max(1, min(step.requests, num_blocks // len(groups))),
         safety_margin=_given(config.safety_margin, _DEFAULT_MARGIN[config.scheduler_type]),
         sharing=config.allow_block_sharing,
-        return_logprobs=config.return_logprobs,
-        per_request_processors=config.per_request_processors,
         seed=secrets.randbits(64) if config.seed is None else config.seed % 2**64,
-        scheduler_type=config.scheduler_type,
         context_length=facts.context_length or num_blocks * page_size,
         vocab_size=facts.vocab_size,
         kv_bytes_per_block=block_bytes,
         device_type=facts.device_type,
         groups=groups,
-        auto_switch_to_flash=config.auto_switch_to_flash,
         host_slots=_host_slots(config, host_memory, block_bytes),
-        max_queue_size=config.max_queue_size,
-        weight_quantization=config.weight_quantization,
-        release_weights=config.release_weights,
-        drop_unsupported_processors=config.drop_unsupported_processors,
-        cpu_group_timeout=config.cpu_group_timeout,
+        **{name: getattr(config, name) for name in _AS_GIVEN},
         **{field.name: getattr(acceleration, field.name) for field in dataclasses.fields(acceleration)},
     )
     if settings.cache_tokens < 1:

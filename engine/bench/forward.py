@@ -18,9 +18,9 @@ import torch
 from engine.bench.rows import spread_rows
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
-from engine.model.families import describe
 from engine.model.layer import FusedDecoder
 from engine.model.loader import load_model
+from engine.model.recognition import describe
 from engine.model.shadow import make_shadow, model_facts
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.cpu.library import Step, Tape

@@ -9,8 +9,9 @@ import logging
 
 from torch import nn
 
-from engine.model.families import NotFusedError, describe
+from engine.model.families import NotFusedError
 from engine.model.layer import FusedDecoder
+from engine.model.recognition import describe
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.interface import Ops
 from engine.settings import Settings

@@ -18,8 +18,9 @@ from engine.cache.groups import LayerGroup
 from engine.execution.forward import FusedForward
 from engine.execution.model_runner import ModelRunner
 from engine.model import layer
-from engine.model.families import FAMILIES, NotFusedError, describe
+from engine.model.families import FAMILIES, NotFusedError
 from engine.model.layer import RotaryTable
+from engine.model.recognition import describe
 from engine.model.shadow import make_shadow
 from engine.sampling.params import SamplingParams
 from tests.architectures import _HEADS, ARCHITECTURES, VISION, WINDOW, build
