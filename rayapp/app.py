@@ -36,10 +36,11 @@ def build(args: AppConfig | dict[str, Any]) -> serve.Application:
         num_replicas=config.router.num_replicas,
         max_ongoing_requests=config.router.max_ongoing_requests,
         ray_actor_options={"num_cpus": config.router.num_cpus},
+        user_config=config.requests.model_dump(mode="json"),
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=max(model.graceful_shutdown_timeout_s for model in models),
     )(serve.ingress()(Router))
-    return router.bind(models, engines)
+    return router.bind(models, engines, config.api)
 
 
 def engine_application(model: ModelConfig, router: RouterConfig) -> serve.Application:

@@ -6,15 +6,16 @@ process sees the same values. Loads no torch and looks at no weights.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.config import ContinuousBatchingConfig
+from rayapp.api.settings import ApiConfig, RequestSettings
+from rayapp.strict import StrictModel
 
 # The share of a replica's CPUs that its Serve actor takes; the rest is the engine's.
 REPLICA_CPUS = 0.1
@@ -23,27 +24,6 @@ ADMISSION_FACTOR = 1.25
 DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
 # Of the host's free memory, shared by the replicas that run on it: unlike a GPU, a host has other tenants.
 CPU_MEMORY_PERCENT = 0.3
-
-
-def _refuse_unknown(data: dict[str, Any], valid: list[str]) -> None:
-    for key in data:
-        if key not in valid:
-            near = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "valid keys: " + ", ".join(sorted(valid))
-            raise ValueError(f"unknown key {key!r}: {hint}")
-
-
-class StrictModel(BaseModel):
-    """A section of the configuration: unknown keys are errors that name the nearest valid one; it never changes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            _refuse_unknown(data, list(cls.model_fields))
-        return data
 
 
 class ModelConfig(StrictModel):
@@ -176,10 +156,16 @@ class RouterConfig(StrictModel):
 
 
 class AppConfig(StrictModel):
-    """Everything `rayapp.app:build` takes."""
+    """Everything `rayapp.app:build` takes.
+
+    Attributes:
+        requests: what the Router starts with; `user_config` of the deployment `Router` changes it without a restart.
+    """
 
     models: list[ModelConfig] = Field(min_length=1)
     router: RouterConfig = RouterConfig()
+    api: ApiConfig = ApiConfig()
+    requests: RequestSettings = RequestSettings()
 
     @model_validator(mode="after")
     def _distinct_names(self) -> AppConfig:

@@ -28,6 +28,7 @@ from rayapp.api.errors import ApiError, invalid_request, overloaded, unavailable
 from rayapp.api.resolve import Plan, plan_chat, plan_completions
 from rayapp.api.routes import build_api
 from rayapp.api.service import Chunk, SamplingFields, ServedModel
+from rayapp.api.settings import ApiConfig, RequestSettings
 from rayapp.config import ModelConfig
 from rayapp.failures import EngineUnavailable, GenerationError, InvalidRequest, Overloaded
 from rayapp.generation import generate
@@ -52,18 +53,33 @@ class Router:
     Args:
         configs: the served models, in order.
         engines: a handle of the engine deployment of each, by model name.
+        api: who may call.
+
+    Raises:
+        ValueError: keys are asked for, and there are none.
     """
 
-    def __init__(self, configs: list[ModelConfig], engines: dict[str, DeploymentHandle]) -> None:
+    def __init__(self, configs: list[ModelConfig], engines: dict[str, DeploymentHandle], api: ApiConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # see EngineReplica
         self.models: dict[str, ServedModel] = {config.name: load_served(config) for config in configs}
+        self.settings = RequestSettings()
+        self._api = api
         self._links = {name: Link(handle) for name, handle in engines.items()}
         log_to_terminal("rayapp")
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once this replica is made."""
-        return build_api(self)
+        return build_api(self, self._api)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve at the start and whenever `user_config` has changed; requests on their way keep what they
+        have.
+
+        Raises:
+            ValueError: unknown or wrong fields (pydantic.ValidationError).
+        """
+        self.settings = RequestSettings.model_validate(user_config)
 
     async def generate(
         self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
@@ -141,7 +157,9 @@ class Router:
             body = json.dumps(fields).encode()
         except TypeError as error:
             raise invalid_request(str(error)) from None
-        plan = await run_in_threadpool(plan_chat if "messages" in fields else plan_completions, self.models, body)
+        plan = await run_in_threadpool(
+            plan_chat if "messages" in fields else plan_completions, self.models, body, self.settings
+        )
         if plan.num_choices != 1 or plan.stream:
             raise invalid_request("one prompt and one answer a call: make several calls at once, and call stream_text")
         return plan

@@ -58,5 +58,5 @@ async def create_chat_completion(service: Service, request: Request, body: bytes
     Raises:
         ApiError, ClientGone: see `answer`.
     """
-    plan = await run_in_threadpool(plan_chat, service.models, body)
+    plan = await run_in_threadpool(plan_chat, service.models, body, service.settings)
     return await answer(service, plan, ChatShape(plan.model), request)

@@ -55,5 +55,5 @@ async def create_completion(service: Service, request: Request, body: bytes) -> 
     Raises:
         ApiError, ClientGone: see `answer`.
     """
-    plan = await run_in_threadpool(plan_completions, service.models, body)
+    plan = await run_in_threadpool(plan_completions, service.models, body, service.settings)
     return await answer(service, plan, CompletionShape(plan.model), request)

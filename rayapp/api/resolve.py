@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rayapp.api.errors import ApiError, invalid_request, not_found
 from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, parse_body
 from rayapp.api.service import SamplingFields, ServedModel
+from rayapp.api.settings import RequestSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where it is left out, as OpenAI's; chat goes on to the context limit."""
@@ -38,7 +39,7 @@ class Plan:
         return len(self.prompts) * self.n
 
 
-def plan_chat(models: Mapping[str, ServedModel], body: bytes) -> Plan:
+def plan_chat(models: Mapping[str, ServedModel], body: bytes, settings: RequestSettings) -> Plan:
     """The plan of a body of POST /v1/chat/completions.
 
     Raises:
@@ -54,10 +55,11 @@ def plan_chat(models: Mapping[str, ServedModel], body: bytes) -> Plan:
         prompt_ids = model.template.encode(fields.messages)
     except ValueError as error:
         raise invalid_request(str(error), "messages") from None
-    return _plan(fields, model, [prompt_ids], "messages", fields.token_limit, model.context_length)
+    asked = settings.defaults.max_tokens if fields.token_limit is None else fields.token_limit
+    return _plan(fields, model, settings, [prompt_ids], "messages", asked, model.context_length)
 
 
-def plan_completions(models: Mapping[str, ServedModel], body: bytes) -> Plan:
+def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: RequestSettings) -> Plan:
     """The plan of a body of POST /v1/completions.
 
     Raises:
@@ -67,7 +69,8 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes) -> Plan:
     model = find_model(models, fields.model)
     params = _params("prompt", len(fields.prompt))
     prompts = [_prompt_ids(model, prompt, param) for prompt, param in zip(fields.prompt, params, strict=True)]
-    return _plan(fields, model, prompts, "prompt", fields.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    asked = settings.defaults.max_tokens if fields.max_tokens is None else fields.max_tokens
+    return _plan(fields, model, settings, prompts, "prompt", asked, DEFAULT_COMPLETION_TOKENS)
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
@@ -104,30 +107,43 @@ def _prompt_ids(model: ServedModel, prompt: Prompt, param: str) -> list[int]:
 def _plan(
     fields: GenerationFields,
     model: ServedModel,
+    settings: RequestSettings,
     prompts: list[list[int]],
     param: str,
     asked: int | None,
     default_limit: int,
 ) -> Plan:
     sampling = [
-        _sampling(fields, model, len(prompt), name, asked, default_limit)
+        _sampling(fields, model, settings, len(prompt), name, asked, default_limit)
         for prompt, name in zip(prompts, _params(param, len(prompts)), strict=True)
     ]
     return Plan(model.name, prompts, sampling, fields.stop, fields.n, fields.stream, fields.include_usage)
 
 
 def _sampling(
-    fields: GenerationFields, model: ServedModel, prompt_tokens: int, param: str, asked: int | None, default_limit: int
+    fields: GenerationFields,
+    model: ServedModel,
+    settings: RequestSettings,
+    prompt_tokens: int,
+    param: str,
+    asked: int | None,
+    default_limit: int,
 ) -> SamplingFields:
-    """Left-out fields take the model's defaults, then OpenAI's; the token limit is cut to the context."""
+    """Left-out fields take the operator's defaults, then the model's, then OpenAI's; the token limit is cut to what
+    the context and the operator leave."""
     room = model.context_length - prompt_tokens
     if room < 1:
         raise _too_long(model, prompt_tokens, param, asked)
+    if settings.max_prompt_tokens is not None and prompt_tokens > settings.max_prompt_tokens:
+        raise _over_the_limit(settings.max_prompt_tokens, prompt_tokens, param)
+    if settings.max_completion_tokens is not None:
+        room = min(room, settings.max_completion_tokens)
     limit = min(default_limit if asked is None else asked, room)
     if fields.min_tokens > limit:
         raise invalid_request(
-            f"min_tokens ({fields.min_tokens}) is more than can be generated ({limit}: max_tokens, or what the "
-            f"context of {model.context_length} tokens leaves after a prompt of {prompt_tokens})",
+            f"min_tokens ({fields.min_tokens}) is more than can be generated ({limit}: max_tokens, what the "
+            f"context of {model.context_length} tokens leaves after a prompt of {prompt_tokens}, or the server's own "
+            "limit)",
             "min_tokens",
         )
     try:
@@ -135,6 +151,7 @@ def _sampling(
     except ValueError as error:
         raise invalid_request(f"stop_token_ids: {error}", "stop_token_ids") from None
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | dict(model.default_sampling)
+    defaults |= {name: value for name, value in settings.defaults if value is not None and name in defaults}
     chosen = {name: value if (value := getattr(fields, name)) is not None else defaults[name] for name in defaults}
     do_sample = chosen["temperature"] > 0
     top_k = int(chosen["top_k"])
@@ -157,6 +174,15 @@ def _too_long(model: ServedModel, prompt_tokens: int, param: str, asked: int | N
     return invalid_request(
         f"the prompt has {prompt_tokens} tokens{wanted}, but {model.name!r} takes {model.context_length} in all, "
         f"prompt and completion together: shorten the prompt by at least {prompt_tokens - model.context_length + 1}",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def _over_the_limit(limit: int, prompt_tokens: int, param: str) -> ApiError:
+    return invalid_request(
+        f"the prompt has {prompt_tokens} tokens, and this server takes {limit} (max_prompt_tokens): shorten it by at "
+        f"least {prompt_tokens - limit}",
         param,
         "context_length_exceeded",
     )

@@ -9,35 +9,47 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from rayapp.api.auth import KeyGate, Keys
 from rayapp.api.chat import create_chat_completion
 from rayapp.api.choices import ClientGone
 from rayapp.api.completions import create_completion
 from rayapp.api.errors import ApiError, install_error_handling
 from rayapp.api.resolve import find_model
 from rayapp.api.service import ServedModel, Service
+from rayapp.api.settings import ApiConfig
 from rayapp.api.streaming import to_json
-
-MAX_BODY_BYTES = 16 * 2**20
 
 Endpoint = Callable[[Service, Request, bytes], Awaitable[Response]]
 
 
-def build_api(service: Service, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def build_api(service: Service, config: ApiConfig | None = None) -> FastAPI:
     """The app over a service.
 
-    Args:
-        max_body_bytes: a longer request body is answered with 413.
+    Raises:
+        ValueError: keys are asked for, and there are none.
     """
+    config = config or ApiConfig()
     app = FastAPI(title="Convoy", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     install_error_handling(app)
+    keys = Keys(config)
+    if keys.needed:
+        app.add_middleware(KeyGate, keys=keys, settings=lambda: service.settings)
+    if config.cors_origins:  # outermost: browsers ask first without a key, and must be able to read a refusal
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
 
     def post(path: str, endpoint: Endpoint) -> None:
         async def handle(request: Request) -> Response:
             try:
-                return await endpoint(service, request, await _read_body(request, max_body_bytes))
+                return await endpoint(service, request, await _read_body(request, service.settings.max_body_bytes))
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # for the log; nobody reads it
 
@@ -63,7 +75,7 @@ def build_api(service: Service, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    refusal = ApiError(413, f"the request body is longer than {limit} bytes", code="body_too_large")
+    refusal = ApiError(413, f"the request body is longer than {limit} bytes (max_body_bytes)", code="body_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise refusal

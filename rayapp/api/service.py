@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayapp.api.settings import RequestSettings
 from rayapp.text.template import ChatTemplate
 from rayapp.text.tokenizer import Tokenizer
 
@@ -93,6 +94,10 @@ class Service(Protocol):
     @property
     def models(self) -> Mapping[str, ServedModel]:
         """The served models by name, in the order of the configuration."""
+
+    @property
+    def settings(self) -> RequestSettings:
+        """What requests may ask for at the moment."""
 
     def generate(
         self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int

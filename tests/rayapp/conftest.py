@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from rayapp.api.service import ServedModel
 from tests.conftest import wait_limit
+from tests.rayapp.scripted import ScriptedService, scripted_models
 from tests.serving import free_port, model_args
 
 # For this process and for the clients that tests start: Ray would else write a token into the home directory, and
@@ -117,3 +119,14 @@ def tiny_model(source: Path, **fields: Any) -> dict[str, Any]:
 def tiny_app(deploy: Callable[..., App], tiny_http_path: Path) -> App:
     """TINY on two replicas. Shared: leave it running and idle."""
     return deploy("tiny-app", models=[tiny_model(tiny_http_path, num_replicas=2)])
+
+
+@pytest.fixture(scope="session")
+def models(smol_path: Path) -> dict[str, ServedModel]:
+    """What a scripted service serves."""
+    return scripted_models(smol_path)
+
+
+@pytest.fixture
+def service(models: dict[str, ServedModel]) -> ScriptedService:
+    return ScriptedService(models)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -18,97 +16,29 @@ import uvicorn
 from rayapp.api.errors import ApiError, invalid_request, overloaded
 from rayapp.api.routes import build_api
 from rayapp.api.service import Chunk, SamplingFields, ServedModel
-from rayapp.text.template import ChatTemplate
-from rayapp.text.tokenizer import Tokenizer
+from rayapp.api.settings import RequestSettings
 from tests.conftest import wait_limit
 from tests.models import CJK, COUNT, COUNT_TOKENS
+from tests.rayapp.scripted import CONTEXT, Call, Script, ScriptedService, echo
 
 T = TypeVar("T")
-Script = Callable[["Call"], AsyncIterator[Chunk]]
-
-CONTEXT = 256
 NEVER = 3600.0
 CHAT = {"model": "smol", "messages": [{"role": "user", "content": "Say hi."}]}
 COMPLETION = {"model": "smol", "prompt": COUNT}
-
-
-@dataclass
-class Call:
-    """One generation that the app asked for."""
-
-    model: str
-    prompt_ids: list[int]
-    sampling: SamplingFields
-    stop: list[str]
-    index: int
-    ended: bool = False
-    closed_early: bool = False
-
-
-async def echo(call: Call) -> AsyncIterator[Chunk]:
-    """Says which prompt and choice it is, in three pieces with an empty one between."""
-    text = [f"<{len(call.prompt_ids)}", "", f".{call.index}>"]
-    for number, piece in enumerate(text, 1):
-        await asyncio.sleep(0)
-        last = number == len(text)
-        yield Chunk(piece, [7], ("length" if call.index else "stop") if last else None, number, len(call.prompt_ids), 4)
-
-
-@dataclass
-class ScriptedService:
-    """The Service the endpoints see; every generation runs `script`."""
-
-    models: dict[str, ServedModel]
-    script: Script = echo
-    calls: list[Call] = field(default_factory=list)
-    healthy: bool = True
-
-    async def generate(
-        self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
-    ) -> AsyncGenerator[Chunk, None]:
-        call = Call(model, prompt_ids, sampling, stop, index)
-        self.calls.append(call)
-        try:
-            async for chunk in self.script(call):
-                yield chunk
-                call.ended = chunk.finish_reason is not None
-        finally:
-            call.closed_early = not call.ended
-            call.ended = True
-
-    async def health(self) -> tuple[bool, dict[str, Any]]:
-        return self.healthy, {"models": {"smol": {"replicas": int(self.healthy)}}}
-
-
-@pytest.fixture(scope="module")
-def models(smol_path: Path) -> dict[str, ServedModel]:
-    tokenizer = Tokenizer.load(smol_path)
-    template = ChatTemplate.of(tokenizer)
-    defaults = {"temperature": 0.7, "top_k": 50}
-    return {
-        "smol": ServedModel("smol", 1700000000, tokenizer, template, CONTEXT),
-        "org/warm": ServedModel("org/warm", 1700000001, tokenizer, None, CONTEXT, defaults),
-        "picky": ServedModel("picky", 1, tokenizer, ChatTemplate(tokenizer, "{{ raise_exception('no') }}"), CONTEXT),
-    }
-
-
-@pytest.fixture
-def service(models: dict[str, ServedModel]) -> ScriptedService:
-    return ScriptedService(models)
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, wait_limit(30)))
 
 
-def http(service: ScriptedService, **settings: Any) -> httpx.AsyncClient:
-    app = build_api(service, **settings)
+def http(service: ScriptedService) -> httpx.AsyncClient:
+    app = build_api(service)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test/v1")
 
 
-def post(service: ScriptedService, path: str, body: Any, **settings: Any) -> httpx.Response:
+def post(service: ScriptedService, path: str, body: Any) -> httpx.Response:
     async def call() -> httpx.Response:
-        async with http(service, **settings) as client:
+        async with http(service) as client:
             if isinstance(body, bytes):
                 return await client.post(path, content=body)
             return await client.post(path, json=body)
@@ -411,16 +341,18 @@ def test_O33_broken_bodies(service: ScriptedService, path: str, body: bytes) -> 
 
 
 def test_O33_long_bodies(service: ScriptedService) -> None:
-    body = json.dumps(COMPLETION).encode()
-    assert post(service, "/completions", body, max_body_bytes=len(body)).status_code == 200
-    assert refused(post(service, "/completions", body, max_body_bytes=len(body) - 1), 413)["code"] == "body_too_large"
+    body = json.dumps(COMPLETION).encode() + b" " * 1024
+    service.settings = RequestSettings(max_body_bytes=len(body))
+    assert post(service, "/completions", body).status_code == 200
+    service.settings = RequestSettings(max_body_bytes=len(body) - 1)
+    assert refused(post(service, "/completions", body), 413)["code"] == "body_too_large"
 
     async def without_length() -> httpx.Response:
         async def pieces() -> AsyncIterator[bytes]:
             for byte in body:
                 yield bytes([byte])
 
-        async with http(service, max_body_bytes=len(body) - 1) as client:
+        async with http(service) as client:
             return await client.post("/completions", content=pieces())
 
     refused(wait(without_length()), 413)
