@@ -1,7 +1,9 @@
-"""How requests reach the replicas of one model, and tokens come back: the wire format and one stream per request.
+"""How requests reach the replicas of one model, and tokens come back: the wire format and the data plane.
 
-Used by the Router and by bare handle callers (`rayapp.client`, jobs). Everything of Ray that shows in a call, its
-errors above all, ends here. Knows nothing of text or HTTP.
+`Link` is the Router's: a request is one call to a replica, held until its end, and tokens of all requests at a replica
+come by one subscription (`subscriber.py`). Bare handle callers (`rayapp.client`, jobs) read one stream a request
+(`EngineReplica.generate`) and share the rest. Everything of Ray that shows in a call, its errors above all, ends here.
+Knows nothing of text or HTTP.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from rayapp.failures import EngineUnavailable, GenerationError, GenerationFailed, Overloaded
 from rayapp.prefix_router import prefix_hint
-
-Item = tuple[list[int], str | None, dict[str, Any] | None]
+from rayapp.subscriber import Inbox, Item, Subscriber
 
 
 def wire_request(
@@ -56,35 +57,53 @@ class Link:
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
-        self._generate = handle.options(method_name="generate", stream=True)
+        self._attend = handle.options(method_name="attend", stream=True)
+        self._subscriber = Subscriber()
+        self._held: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Item, None]:
-        """Send a request and yield what its replica yields (see `EngineReplica.generate`), the end included.
+        """Send a request and yield its items (see `EngineReplica.generate`) as they come, the end included.
 
         Closing the generator before its end aborts the request in the engine.
 
         Raises:
             GenerationError: one of its subclasses.
         """
-        hint = prefix_hint(request["prompt_ids"], request["cache_salt"])
-        ended = False
+        inbox = self._subscriber.open(request["request_id"])
+        held = asyncio.create_task(self._hold(request, inbox))
+        self._held.add(held)  # it may outlive this generator: the replica's answer comes behind the last token
+        held.add_done_callback(self._held.discard)
         try:
-            stream: Any = self._generate.remote(request, route_hint=hint)
-            async for item in stream:
-                ended = item[1] is not None
-                if ended:
+            while True:
+                item = await inbox.next()
+                if item[1] is not None:
                     raise_if_failed(item)
                 yield item
-            if not ended:
-                raise EngineUnavailable("the replica ended the stream before the generation was done")
-        except GenerationError:
-            raise
+                if item[1] is not None:
+                    return
+        finally:
+            self._subscriber.close(request["request_id"])
+            if not inbox.ended:
+                held.cancel()
+
+    async def _hold(self, request: dict[str, Any], inbox: Inbox) -> None:
+        """The held call of a request: its end, whatever it is, ends the inbox too."""
+        hint = prefix_hint(request["prompt_ids"], request["cache_salt"])
+        call: Any = None
+        try:
+            call = self._attend.remote({**request, "subscriber": self._subscriber.id}, route_hint=hint)
+            accepted = await anext(call)
+            self._subscriber.follow(request["request_id"], accepted["replica"], accepted["engine"])
+            async for tokens, reason, info in call:
+                inbox.put(0, tokens, reason, info)
+            inbox.fail(EngineUnavailable("the replica ended the call before the generation was done"))
+        except StopAsyncIteration:
+            inbox.fail(EngineUnavailable("the replica ended the call before the generation was begun"))
         except Exception as error:
-            raise failure_of(error) from error
-        except BaseException:  # the reader left or was cancelled; a call that failed by itself must not be cancelled
-            if not ended:
-                with suppress(Exception):  # there is nothing left to cancel
-                    stream.cancel()
+            inbox.fail(failure_of(error))
+        except BaseException:  # the reader left; a call that failed by itself must not be cancelled
+            with suppress(Exception):  # there is nothing left to cancel
+                call.cancel()
             raise
 
     async def health(self, timeout_s: float) -> list[dict[str, Any]]:
