@@ -233,6 +233,8 @@ class EngineActor:
                 request["prompt_ids"],
                 request_id=request["request_id"],
                 output_ids=request.get("output_ids", ()),
+                priority=request.get("priority", 0),
+                timeout_s=request.get("timeout_s"),
                 cache_salt=request.get("cache_salt"),
                 streaming=True,
                 result_handler=put,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +20,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from rayapp.failures import EngineUnavailable, GenerationError, GenerationFailed, Overloaded
+from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationError, GenerationFailed, Overloaded
 from rayapp.prefix_router import prefix_hint
 from rayapp.subscriber import Inbox, Item, Subscriber
+
+DEADLINE_GRACE_S = 0.2  # the engine, which knows how far the request has come, speaks first
 
 
 def wire_request(
@@ -36,17 +39,24 @@ def wire_request(
     Args:
         sampling: max_new_tokens, min_new_tokens, do_sample, temperature, top_k, top_p, min_p, seed, ignore_eos,
             stop_token_ids; those left out or None take the engine's defaults. A request that samples without a seed
-            gets one here, so that the same request can go on elsewhere as the same random stream.
+            gets one here, so that the same request can go on elsewhere as the same random stream. Beside these,
+            priority (lower runs first) and when the request must have ended: timeout_s, seconds from now, or deadline,
+            `time.monotonic()` of this process.
         output_ids: tokens generated before, elsewhere.
         cache_salt: only requests with the same salt share cached prefixes.
     """
     fields = {key: value for key, value in sampling.items() if value is not None}
     if fields.get("do_sample") and "seed" not in fields:
         fields["seed"] = secrets.randbits(63)
+    timeout_s = fields.pop("timeout_s", None)
+    if (deadline := fields.pop("deadline", None)) is not None:
+        timeout_s = max(0.0, deadline - time.monotonic())
     return {
         "request_id": uuid.uuid4().hex,
         "prompt_ids": list(prompt_ids),
         "output_ids": list(output_ids),
+        "priority": fields.pop("priority", 0),
+        "timeout_s": timeout_s,
         "sampling": fields,
         "cache_salt": cache_salt,
     }
@@ -70,6 +80,7 @@ class Link:
             GenerationError: one of its subclasses.
         """
         inbox = self._subscriber.open(request["request_id"])
+        timer = self._end_in_time(inbox, request.get("timeout_s"))
         held = asyncio.create_task(self._hold(request, inbox))
         self._held.add(held)  # it may outlive this generator: the replica's answer comes behind the last token
         held.add_done_callback(self._held.discard)
@@ -83,8 +94,17 @@ class Link:
                     return
         finally:
             self._subscriber.close(request["request_id"])
-            if not inbox.ended:
+            if timer is not None:
+                timer.cancel()
+            if not inbox.complete:
                 held.cancel()
+
+    def _end_in_time(self, inbox: Inbox, timeout_s: float | None) -> asyncio.TimerHandle | None:
+        """For a request that no engine has: it may still wait for a replica with room."""
+        if timeout_s is None:
+            return None
+        error = DeadlineExceeded(f"the request did not end within its {timeout_s:g} s")
+        return asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, inbox.fail, error)
 
     async def _hold(self, request: dict[str, Any], inbox: Inbox) -> None:
         """The held call of a request: its end, whatever it is, ends the inbox too."""
@@ -122,6 +142,8 @@ def raise_if_failed(item: Item) -> None:
     if reason in ("stop", "length"):
         return
     error = (info or {}).get("error") or f"the generation ended with {reason!r}"
+    if reason == "timeout":
+        raise DeadlineExceeded(str(error).removeprefix("TimeoutError: "))
     if reason == "cancelled" or (info or {}).get("engine_failed"):
         raise EngineUnavailable(str(error))
     raise GenerationFailed(str(error))

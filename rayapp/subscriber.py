@@ -38,6 +38,11 @@ class Inbox:
         self.replica: str | None = None
 
     @property
+    def complete(self) -> bool:
+        """The end has come from the engine."""
+        return self._reason is not None
+
+    @property
     def ended(self) -> bool:
         """Nothing will come any more."""
         return self._reason is not None or self._error is not None
