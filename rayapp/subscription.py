@@ -113,10 +113,10 @@ class Subscription:
         on_silence: called with the ids of the requests that still run, once the reader has been silent for too long.
     """
 
-    def __init__(self, info_of: InfoOf, on_silence: Callable[[list[str]], None], lease_s: float = LEASE_S) -> None:
+    def __init__(self, info_of: InfoOf, on_silence: Callable[[list[str]], None], lease_s: float | None = None) -> None:
         self._info_of = info_of
         self._on_silence = on_silence
-        self._lease_s = lease_s
+        self._lease_s = LEASE_S if lease_s is None else lease_s
         self._live: dict[str, Followed] = {}
         self._news: dict[Followed, None] = {}  # in the order in which it came
         self._pace = Pace()
