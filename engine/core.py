@@ -83,6 +83,17 @@ class EngineCore:
         request = self.scheduler.cancel(request_id)
         return None if request is None else _ended(request, RequestStatus.CANCELLED, FinishReason.CANCELLED)
 
+    def expire(self, request_id: str) -> GenerationOutput | None:
+        """End a live request whose time is over; None when the id is not live."""
+        request = self.scheduler.cancel(request_id)
+        if request is None:
+            return None
+        request.error = (
+            f"TimeoutError: the request did not end within its {request.deadline - request.created_time:g} s: "
+            f"{request.num_output_tokens} tokens were generated, {request.params.max_new_tokens} is the limit"
+        )
+        return _ended(request, RequestStatus.FAILED, FinishReason.TIMEOUT)
+
     def step(self) -> list[GenerationOutput]:
         """Launch one step and take the results of this one, or with overlap of the one before.
 

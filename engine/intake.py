@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import operator
 import threading
+import time
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -56,12 +58,14 @@ class Intake:
         *,
         num_return_sequences: int | None = None,
         priority: int = 0,
+        timeout_s: float | None = None,
         cache_salt: str | None = None,
         **sampling: Any,
     ) -> None:
         """Raise what would be raised for these arguments whatever the prompt."""
         self.num_sequences(num_return_sequences)
         _integer(priority, "priority")
+        check_timeout("timeout_s", timeout_s)
         _salt(cache_salt)
         self.params(sampling)
 
@@ -101,6 +105,7 @@ class Intake:
         num_return_sequences: int | None = None,
         output_ids: Sequence[int] = (),
         priority: int = 0,
+        timeout_s: float | None = None,
         cache_salt: str | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
@@ -121,6 +126,7 @@ class Intake:
             output_ids=output_ids,
             cache_salt=cache_salt,
             priority=priority,
+            timeout_s=timeout_s,
             streaming=streaming,
             record_timestamps=record_timestamps,
         )
@@ -139,12 +145,14 @@ class Intake:
         output_ids: Sequence[int] | torch.Tensor = (),
         cache_salt: str | None = None,
         priority: int = 0,
+        timeout_s: float | None = None,
         **fields: Any,
     ) -> Request:
         """A request that can be served, the last in the order of arrival.
 
         Args:
             sampling: arguments for `make_params`.
+            timeout_s: seconds from now until the request must have ended; None is for ever.
             **fields: further fields of `Request`.
 
         Raises:
@@ -155,6 +163,7 @@ class Intake:
             raise TypeError(f"request_id is {request_id!r}; it must be a string")
         prompt = _token_ids(input_ids, "input_ids", self._settings.vocab_size)
         output = _token_ids(output_ids, "output_ids", self._settings.vocab_size)
+        check_timeout("timeout_s", timeout_s)
         self._check_length(len(prompt), len(prompt) + len(output))
         arrival = next(self._arrivals)
         params = self.params(sampling, len(prompt), arrival)
@@ -162,6 +171,7 @@ class Intake:
             raise ValueError(
                 f"output_ids has {len(output)} tokens already and max_new_tokens is {params.max_new_tokens}"
             )
+        now = time.perf_counter()
         return Request(
             request_id,
             prompt + output,
@@ -169,6 +179,8 @@ class Intake:
             params,
             arrival=arrival,
             priority=_integer(priority, "priority"),
+            created_time=now,
+            deadline=math.inf if timeout_s is None else now + timeout_s,
             salt=_salt(cache_salt),
             **fields,
         )
@@ -181,6 +193,8 @@ class Intake:
             sibling_params(first.params, index),
             arrival=next(self._arrivals),
             priority=first.priority,
+            created_time=first.created_time,
+            deadline=first.deadline,
             salt=first.salt,
             streaming=first.streaming,
             record_timestamps=first.record_timestamps,

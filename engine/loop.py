@@ -1,4 +1,4 @@
-"""The engine thread: takes submissions, cancellations and pauses, steps the core, publishes, and ends in order.
+"""The engine thread: lets in what was submitted, keeps deadlines and pauses, steps the core, publishes, ends in order.
 
 Owned by the manager, one a session. Whatever happens here, every request that was let in gets its terminal result.
 """
@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.core import EngineCore
+from engine.deadlines import Deadlines, Expired
 from engine.delivery import Delivery, Receiver
-from engine.distributed.coordinator import Alone, Coordinator, Turn
+from engine.distributed.coordinator import Alone, Coordinator, Item, Turn
 from engine.execution.threads import compute_threads, use_compute_threads
 from engine.outputs import GenerationOutput
 from engine.pausing import PauseGate
@@ -63,7 +64,8 @@ class EngineLoop:
         self._due = threading.Condition(self._lock)  # the engine thread waits here
         self._gate = PauseGate(self._lock, self._due.notify)
         self._inbox: list[Request | str] = []  # a request to add, or an id to cancel
-        self._arriving: list[Request | str] = []  # taken out of the inbox, and perhaps not yet in the core
+        self._deadlines = Deadlines()
+        self._arriving: list[Item] = []  # taken out of the inbox, and perhaps not yet in the core
         self._live: dict[str, str] = {}  # id -> id of the request that it is a sequence of, often itself
         self._families: dict[str, set[str]] = {}  # of requests with several sequences: those that are live
         self._stop = _Stop.NO
@@ -138,6 +140,7 @@ class EngineLoop:
                 for request in family:
                     self._delivery.open(request.request_id, receiver)
                     self._live[request.request_id] = root
+                    self._deadlines.add(request)
                 if len(family) > 1:
                     self._families[root] = {request.request_id for request in family}
                 self._inbox.extend(family)
@@ -292,9 +295,11 @@ class EngineLoop:
     def _next_turn(self) -> Turn:
         with self._lock:
             if not self._has_turn():
-                self._due.wait_for(self._has_turn, self._coordinator.heartbeat_s)
+                limits = (self._coordinator.heartbeat_s, self._deadlines.seconds_left())
+                self._due.wait_for(self._has_turn, min((each for each in limits if each is not None), default=None))
                 self.last_step_time = time.monotonic()
-            self._arriving, self._inbox = self._inbox, []
+            self._arriving = [*self._inbox, *self._deadlines.take_due()]
+            self._inbox = []
             pausing, forget = self._gate.tell()
             return Turn(list(self._arriving), self._stop, pausing, forget, self._core.checksum)
 
@@ -305,7 +310,7 @@ class EngineLoop:
         told_all = self._stop is self._agreed_stop and not self._gate.is_due
         return bool(self._inbox) or can_step or can_end or not told_all or not self._coordinator.is_driver
 
-    def _let_in(self, items: Sequence[Request | str]) -> None:
+    def _let_in(self, items: Sequence[Item]) -> None:
         with self._lock:
             self._arriving = list(items)
             for item in items:
@@ -318,8 +323,10 @@ class EngineLoop:
                     self._core.add(item)
                 except ValueError as error:
                     outputs.append(_failed(item, f"ValueError: {error}"))
-            elif (output := self._core.cancel(item)) is not None:
-                outputs.append(output)
+                continue
+            ended = self._core.expire(item.request_id) if isinstance(item, Expired) else self._core.cancel(item)
+            if ended is not None:
+                outputs.append(ended)
         self._arriving = []
         self._publish(outputs)
 

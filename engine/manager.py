@@ -90,6 +90,7 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
         num_return_sequences: int | None = None,
         output_ids: Sequence[int] = (),
         priority: int = 0,
+        timeout_s: float | None = None,
         cache_salt: str | None = None,
         result_handler: ResultHandler | None = None,
         queue_timeout: float | None = QUEUE_TIMEOUT_S,
@@ -108,6 +109,8 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
                 config's. The further ones are requests named `ID__child#0`, ..., each with its own result.
             output_ids: tokens already generated elsewhere; generation goes on behind them.
             priority: lower runs first and is preempted last.
+            timeout_s: seconds from now until the request must have ended, wherever it stands then; if it has not, its
+                terminal output is FAILED with the reason "timeout" and what was generated. None is for ever.
             cache_salt: only requests with the same salt share cached prefixes.
             result_handler: called with every output on the event loop that runs here, instead of any queue.
             queue_timeout: seconds to wait when `max_queue_size` requests wait already; None waits as long as it takes.
@@ -133,6 +136,7 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
             num_return_sequences=num_return_sequences,
             output_ids=output_ids,
             priority=priority,
+            timeout_s=timeout_s,
             cache_salt=cache_salt,
             streaming=streaming,
             record_timestamps=record_timestamps,

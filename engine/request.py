@@ -7,6 +7,7 @@ blocks or threads.
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # a token limit, the context or the cache was reached
     CANCELLED = "cancelled"
     ERROR = "error"
+    TIMEOUT = "timeout"  # its deadline passed
 
 
 class TokenLogprobs(NamedTuple):
@@ -62,6 +64,7 @@ class Request:
         computed: tokens whose K/V is, or is being, written by a scheduled step.
         arrival: position in the order of arrival, unique in one engine.
         priority: lower runs first and is preempted last.
+        deadline: `time.perf_counter()`, in the process that took the request, at which it must have ended.
         salt: isolates the prefix cache between models, weight epochs and tenants.
         unknown: tokens that launched steps are still sampling: they have no id yet. At most 1 a step in flight.
         skipped_steps: steps in a row that gave it nothing while it ran.
@@ -80,6 +83,7 @@ class Request:
     params: SamplingParams
     arrival: int = 0
     priority: int = 0
+    deadline: float = math.inf
     salt: bytes = b""
     streaming: bool = False
     record_timestamps: bool = False

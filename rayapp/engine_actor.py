@@ -1,7 +1,8 @@
 """`EngineActor`: the process that owns an engine and, on GPU, the device.
 
-Child of one `EngineReplica`, which is its only caller. Token ids in, token ids out: it knows nothing of text, HTTP
-or routing. The module imports neither torch nor the engine; `start` does, in the actor's own process.
+Child of one `EngineReplica`, which hands it every request; tokens are read by the replica, or by Routers directly
+(`poll`). Token ids in, token ids out: it knows nothing of text, HTTP or routing. The module imports neither torch nor
+the engine; `start` does, in the actor's own process.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import logging
 import os
 import queue
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from rayapp.announce import log_to_terminal
 from rayapp.config import ModelConfig
 from rayapp.failures import EngineUnavailable, InvalidRequest, Overloaded
+from rayapp.subscription import Pace, Row, Subscription, finish_reason
 
 if TYPE_CHECKING:
     from engine.manager import ContinuousBatchingManager
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a yielded item costs over all the processes it passes (actor, replica, Router, proxy), in CPU seconds and
-# whatever its size. Streams gather tokens so long that all together take at most this share of the host's cores:
-# with 32 streams on 2 cores that made 1.6 times the tokens of one item a token.
+# What an item of a stream costs over all the processes it passes (actor, replica, caller), in CPU seconds and whatever
+# its size; and a batch of a subscription (actor, Router), with what each of its rows costs on its way to the client.
+# Both gather tokens so long that all together take at most this share of the host's cores: with 32 streams on 2 cores
+# that made 1.6 times the tokens of one item a token.
 ITEM_CPU_S = 0.004
+BATCH_CPU_S = 0.002
+ROW_CPU_S = 0.0006
 STREAMING_SHARE = 0.5
 LONGEST_PAUSE_S = 0.25
 
@@ -43,6 +48,7 @@ class EngineActor:
         self._manager: ContinuousBatchingManager | None = None
         self._streams = 0
         self._served = 0
+        self._subscriptions: dict[str, Subscription] = {}
 
     async def start(self) -> dict[str, Any]:
         """Load the weights, start the engine and run one request through it.
@@ -59,8 +65,41 @@ class EngineActor:
             logger.info(line)
         return facts
 
+    async def attend(self, request: dict[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
+        """Generate for one request of the wire format (see `rayapp.link`) whose `subscriber` reads along by `poll`.
+
+        Returns:
+            At the end, all token ids that were generated here, the finish reason and the info of the last item.
+
+        Raises:
+            InvalidRequest: the engine refuses the request.
+            EngineUnavailable: the engine failed or is stopping.
+        """
+        subscription = self._subscription(request["subscriber"])
+        followed = subscription.follow(request["request_id"], len(request.get("output_ids", ())))
+        submitted = False
+        self._streams += 1
+        try:
+            self._submit(request, followed.put)
+            submitted = True
+            output = await followed.ended
+            return output.tokens_since(followed.first), finish_reason(output) or "error", self._info(output)
+        finally:
+            self._streams -= 1
+            self._served += submitted
+            subscription.leave(followed)
+            if submitted and not followed.ended.done():
+                self._engine.cancel_request(followed.request_id)
+
+    async def poll(self, subscriber: str, reopened: bool = False) -> list[Row]:
+        """The next batch of a subscriber's tokens; empty when none comes for a while. See `Subscription.next`."""
+        subscription = self._subscription(subscriber)
+        share = STREAMING_SHARE * (os.cpu_count() or 1)
+        cost = len(self._subscriptions) * BATCH_CPU_S + self._streams * ROW_CPU_S
+        return await subscription.next(min(LONGEST_PAUSE_S, cost / share), reopened=reopened)
+
     async def generate(self, request: dict[str, Any]) -> AsyncIterator[Item]:
-        """Generate for one request of the wire format (see `rayapp.link`).
+        """Generate for one request of the wire format, for a caller that reads it alone.
 
         Yields:
             (new token ids, finish reason, info): the first token at once, later ones as many as have come. A finish
@@ -71,7 +110,7 @@ class EngineActor:
             EngineUnavailable: the engine failed or is stopping.
         """
         mailbox = Mailbox()
-        request_id = self._submit(request, mailbox)
+        request_id = self._submit(request, mailbox.put)
         self._streams += 1
         ended = False
         try:
@@ -81,8 +120,7 @@ class EngineActor:
                 ended = output.is_finished()
                 tokens = output.tokens_since(count)
                 if tokens or ended:
-                    reason = str(output.finish_reason or "error") if ended else None
-                    yield tokens, reason, self._info(output) if count == first or ended else None
+                    yield tokens, finish_reason(output), self._info(output) if count == first or ended else None
                     count += len(tokens)
         finally:
             self._streams -= 1
@@ -119,6 +157,20 @@ class EngineActor:
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
             "threads": self._engine.num_threads,
         }
+
+    def _subscription(self, subscriber: str) -> Subscription:
+        subscription = self._subscriptions.get(subscriber)
+        if subscription is None:
+
+            def on_silence(request_ids: list[str]) -> None:
+                del self._subscriptions[subscriber]
+                if request_ids:
+                    logger.warning(f"{len(request_ids)} requests are aborted: their Router has not read for too long")
+                for request_id in request_ids:
+                    self._engine.cancel_request(request_id)
+
+            subscription = self._subscriptions[subscriber] = Subscription(self._info, on_silence)
+        return subscription
 
     def _pause(self) -> float:
         """Seconds between two items of one stream."""
@@ -175,15 +227,17 @@ class EngineActor:
                 raise EngineUnavailable(f"the warm-up request failed: {(info or {}).get('error')}")
         self._served = 0
 
-    def _submit(self, request: dict[str, Any], mailbox: Mailbox) -> str:
+    def _submit(self, request: dict[str, Any], put: Callable[[GenerationOutput], None]) -> str:
         try:
             request_id = self._engine.add_request(
                 request["prompt_ids"],
                 request_id=request["request_id"],
                 output_ids=request.get("output_ids", ()),
+                priority=request.get("priority", 0),
+                timeout_s=request.get("timeout_s"),
                 cache_salt=request.get("cache_salt"),
                 streaming=True,
-                result_handler=mailbox.put,
+                result_handler=put,
                 queue_timeout=0,  # this event loop serves everyone
                 **request["sampling"],
             )
@@ -237,27 +291,16 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._latest: GenerationOutput | None = None
-        self._changed = asyncio.Event()
-        self._not_before = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._pace = Pace()
 
     def put(self, output: GenerationOutput) -> None:
         """Called on the event loop, by the engine's delivery."""
         self._latest = output
-        loop = asyncio.get_running_loop()
-        if output.is_finished() or loop.time() >= self._not_before:
-            self._changed.set()
-        elif self._timer is None:
-            self._timer = loop.call_at(self._not_before, self._pause_ended)
+        self._pace.news(urgent=output.is_finished())
 
     async def next(self, pause: float) -> GenerationOutput:
         """The latest output, once there is a new one. The next one comes `pause` seconds later, the end at once."""
-        await self._changed.wait()
-        self._changed.clear()
-        self._not_before = asyncio.get_running_loop().time() + pause
+        await self._pace.wait()
+        self._pace.restart(pause)
         assert self._latest is not None
         return self._latest
-
-    def _pause_ended(self) -> None:
-        self._timer = None
-        self._changed.set()

@@ -31,5 +31,9 @@ class EngineUnavailable(GenerationError):
     """The engine that should serve this request failed, is gone or is stopping; another may serve it."""
 
 
+class DeadlineExceeded(GenerationError):
+    """The time that the caller gave this request was over before it was done."""
+
+
 class GenerationFailed(GenerationError):
     """This request failed in a working engine, and would again."""

@@ -1,13 +1,16 @@
-"""How requests reach the replicas of one model, and tokens come back: the wire format and one stream per request.
+"""How requests reach the replicas of one model, and tokens come back: the wire format and the data plane.
 
-Used by the Router and by bare handle callers (`rayapp.client`, jobs). Everything of Ray that shows in a call, its
-errors above all, ends here. Knows nothing of text or HTTP.
+`Link` is the Router's: a request is one call to a replica, held until its end, and tokens of all requests at a replica
+come by one subscription (`subscriber.py`). Bare handle callers (`rayapp.client`, jobs) read one stream a request
+(`EngineReplica.generate`) and share the rest. Everything of Ray that shows in a call, its errors above all, ends here.
+Knows nothing of text or HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
@@ -17,10 +20,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from rayapp.failures import EngineUnavailable, GenerationError, GenerationFailed, Overloaded
+from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationError, GenerationFailed, Overloaded
 from rayapp.prefix_router import prefix_hint
+from rayapp.subscriber import Inbox, Item, Subscriber
 
-Item = tuple[list[int], str | None, dict[str, Any] | None]
+DEADLINE_GRACE_S = 0.2  # the engine, which knows how far the request has come, speaks first
 
 
 def wire_request(
@@ -35,17 +39,24 @@ def wire_request(
     Args:
         sampling: max_new_tokens, min_new_tokens, do_sample, temperature, top_k, top_p, min_p, seed, ignore_eos,
             stop_token_ids; those left out or None take the engine's defaults. A request that samples without a seed
-            gets one here, so that the same request can go on elsewhere as the same random stream.
+            gets one here, so that the same request can go on elsewhere as the same random stream. Beside these,
+            priority (lower runs first) and when the request must have ended: timeout_s, seconds from now, or deadline,
+            `time.monotonic()` of this process.
         output_ids: tokens generated before, elsewhere.
         cache_salt: only requests with the same salt share cached prefixes.
     """
     fields = {key: value for key, value in sampling.items() if value is not None}
     if fields.get("do_sample") and "seed" not in fields:
         fields["seed"] = secrets.randbits(63)
+    timeout_s = fields.pop("timeout_s", None)
+    if (deadline := fields.pop("deadline", None)) is not None:
+        timeout_s = max(0.0, deadline - time.monotonic())
     return {
         "request_id": uuid.uuid4().hex,
         "prompt_ids": list(prompt_ids),
         "output_ids": list(output_ids),
+        "priority": fields.pop("priority", 0),
+        "timeout_s": timeout_s,
         "sampling": fields,
         "cache_salt": cache_salt,
     }
@@ -56,35 +67,63 @@ class Link:
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
-        self._generate = handle.options(method_name="generate", stream=True)
+        self._attend = handle.options(method_name="attend", stream=True)
+        self._subscriber = Subscriber()
+        self._held: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Item, None]:
-        """Send a request and yield what its replica yields (see `EngineReplica.generate`), the end included.
+        """Send a request and yield its items (see `EngineReplica.generate`) as they come, the end included.
 
         Closing the generator before its end aborts the request in the engine.
 
         Raises:
             GenerationError: one of its subclasses.
         """
-        hint = prefix_hint(request["prompt_ids"], request["cache_salt"])
-        ended = False
+        inbox = self._subscriber.open(request["request_id"])
+        timer = self._end_in_time(inbox, request.get("timeout_s"))
+        held = asyncio.create_task(self._hold(request, inbox))
+        self._held.add(held)  # it may outlive this generator: the replica's answer comes behind the last token
+        held.add_done_callback(self._held.discard)
         try:
-            stream: Any = self._generate.remote(request, route_hint=hint)
-            async for item in stream:
-                ended = item[1] is not None
-                if ended:
+            while True:
+                item = await inbox.next()
+                if item[1] is not None:
                     raise_if_failed(item)
                 yield item
-            if not ended:
-                raise EngineUnavailable("the replica ended the stream before the generation was done")
-        except GenerationError:
-            raise
+                if item[1] is not None:
+                    return
+        finally:
+            self._subscriber.close(request["request_id"])
+            if timer is not None:
+                timer.cancel()
+            if not inbox.complete:
+                held.cancel()
+
+    def _end_in_time(self, inbox: Inbox, timeout_s: float | None) -> asyncio.TimerHandle | None:
+        """For a request that no engine has: it may still wait for a replica with room."""
+        if timeout_s is None:
+            return None
+        error = DeadlineExceeded(f"the request did not end within its {timeout_s:g} s")
+        return asyncio.get_running_loop().call_later(timeout_s + DEADLINE_GRACE_S, inbox.fail, error)
+
+    async def _hold(self, request: dict[str, Any], inbox: Inbox) -> None:
+        """The held call of a request: its end, whatever it is, ends the inbox too."""
+        hint = prefix_hint(request["prompt_ids"], request["cache_salt"])
+        call: Any = None
+        try:
+            call = self._attend.remote({**request, "subscriber": self._subscriber.id}, route_hint=hint)
+            accepted = await anext(call)
+            self._subscriber.follow(request["request_id"], accepted["replica"], accepted["engine"])
+            async for tokens, reason, info in call:
+                inbox.put(0, tokens, reason, info)
+            inbox.fail(EngineUnavailable("the replica ended the call before the generation was done"))
+        except StopAsyncIteration:
+            inbox.fail(EngineUnavailable("the replica ended the call before the generation was begun"))
         except Exception as error:
-            raise failure_of(error) from error
-        except BaseException:  # the reader left or was cancelled; a call that failed by itself must not be cancelled
-            if not ended:
-                with suppress(Exception):  # there is nothing left to cancel
-                    stream.cancel()
+            inbox.fail(failure_of(error))
+        except BaseException:  # the reader left; a call that failed by itself must not be cancelled
+            with suppress(Exception):  # there is nothing left to cancel
+                call.cancel()
             raise
 
     async def health(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -103,6 +142,8 @@ def raise_if_failed(item: Item) -> None:
     if reason in ("stop", "length"):
         return
     error = (info or {}).get("error") or f"the generation ended with {reason!r}"
+    if reason == "timeout":
+        raise DeadlineExceeded(str(error).removeprefix("TimeoutError: "))
     if reason == "cancelled" or (info or {}).get("engine_failed"):
         raise EngineUnavailable(str(error))
     raise GenerationFailed(str(error))

@@ -51,10 +51,40 @@ class EngineReplica:
             raise
         logger.info(f"engine ready: {self._facts}")
 
+    async def attend(
+        self, payload: dict[str, Any], route_hint: list[int] | None = None
+    ) -> AsyncGenerator[dict[str, Any] | Item, None]:
+        """Hold one request, made by `rayapp.link`, until its end. Its tokens are read at the engine actor meanwhile.
+
+        Args:
+            payload: a wire request with the `subscriber` that polls for its tokens.
+            route_hint: as for `generate`.
+
+        Yields:
+            At once {"replica": this one's id, "engine": handle of the engine actor}; at the end an item with all
+            tokens that were generated here.
+
+        Raises:
+            As `generate`.
+        """
+        request_id = request_id_of(payload)
+        call = self._actor.attend.remote(payload)
+        ended = False
+        try:
+            yield {"replica": self._id, "engine": self._actor}
+            tokens, reason, info = await call
+            ended = True
+            yield tokens, reason, {**info, "replica": self._id}
+        except (RayTaskError, RayActorError) as error:
+            raise failure_in_actor(error) from None
+        finally:
+            if not ended:
+                self._actor.abort.remote(request_id)
+
     async def generate(
         self, payload: dict[str, Any], route_hint: list[int] | None = None
     ) -> AsyncGenerator[Item, None]:
-        """Generate for one request, given as `rayapp.link.wire_request` makes it.
+        """Generate for one request, given as `rayapp.link.wire_request` makes it, for a caller that reads it alone.
 
         Args:
             route_hint: for the request router alone, which reads it on the caller's side.
@@ -68,9 +98,7 @@ class EngineReplica:
             InvalidRequest: refused before the first token.
             EngineUnavailable: the engine failed or died.
         """
-        request_id = payload.get("request_id") if isinstance(payload, dict) else None
-        if not isinstance(request_id, str):
-            raise InvalidRequest("a request is a dict with a unique string request_id; see rayapp.link.wire_request")
+        request_id = request_id_of(payload)
         stream = self._actor.generate.options(num_returns="streaming").remote(payload)
         ended = False
         try:
@@ -78,12 +106,8 @@ class EngineReplica:
                 tokens, reason, info = await ref
                 ended = reason is not None
                 yield tokens, reason, {**info, "replica": self._id} if info is not None else None
-        except RayTaskError as error:
-            if isinstance(error.cause, GenerationError):
-                raise error.cause from None
-            raise
-        except RayActorError as error:
-            raise EngineUnavailable("the engine of this replica died") from error
+        except (RayTaskError, RayActorError) as error:
+            raise failure_in_actor(error) from None
         finally:
             # Dropping the stream would not stop the engine, and not every cancellation reaches the actor.
             if not ended:
@@ -116,3 +140,18 @@ class EngineReplica:
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "engine": await self._actor.environment.remote(),
         }
+
+
+def request_id_of(payload: Any) -> str:
+    """The id of a wire request. Raises InvalidRequest for anything else."""
+    request_id = payload.get("request_id") if isinstance(payload, dict) else None
+    if not isinstance(request_id, str):
+        raise InvalidRequest("a request is a dict with a unique string request_id; see rayapp.link.wire_request")
+    return request_id
+
+
+def failure_in_actor(error: RayTaskError | RayActorError) -> Exception:
+    """What a failed call of the engine actor says about the request."""
+    if isinstance(error, RayActorError):
+        return EngineUnavailable("the engine of this replica died")
+    return error.cause if isinstance(error.cause, GenerationError) else error

@@ -24,13 +24,13 @@ from starlette.concurrency import run_in_threadpool
 
 from rayapp.announce import application_url, log_to_terminal
 from rayapp.api.choices import Choice
-from rayapp.api.errors import ApiError, invalid_request, overloaded, unavailable
+from rayapp.api.errors import ApiError, invalid_request, out_of_time, overloaded, unavailable
 from rayapp.api.resolve import Plan, plan_chat, plan_completions
 from rayapp.api.routes import build_api
 from rayapp.api.service import Chunk, SamplingFields, ServedModel
 from rayapp.api.settings import ApiConfig, RequestSettings
 from rayapp.config import ModelConfig
-from rayapp.failures import EngineUnavailable, GenerationError, InvalidRequest, Overloaded
+from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationError, InvalidRequest, Overloaded
 from rayapp.generation import generate
 from rayapp.link import Link
 from rayapp.models import resolve
@@ -196,6 +196,8 @@ def as_api_error(error: GenerationError) -> ApiError:
         return invalid_request(error.message, error.param)
     if isinstance(error, Overloaded):
         return overloaded(error.message)
+    if isinstance(error, DeadlineExceeded):
+        return out_of_time(error.message)
     if isinstance(error, EngineUnavailable):
         return unavailable(error.message, retry_after_s=1)
     return ApiError(500, error.message, code="generation_failed")

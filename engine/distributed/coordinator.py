@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from engine.deadlines import Expired
 from engine.request import Request
 
 if TYPE_CHECKING:
@@ -16,20 +17,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+Item = Request | str | Expired
+
 
 @dataclass(slots=True)
 class Turn:
     """What one turn of the loop starts from.
 
     Attributes:
-        items: requests to add and ids to cancel, in order.
+        items: requests to add, ids to cancel and requests whose time is over, in order.
         stop: how the session shall end, as the loop counts it; 0 is not at all.
         pausing: someone waits for the loop to park, or holds it parked.
         forget: someone who held it may have written into the weights: what was computed before is worthless.
         checksum: of what the steps so far have sampled, 32 bits; processes that differ in it cannot go on together.
     """
 
-    items: list[Request | str] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
     stop: int = 0
     pausing: bool = False
     forget: bool = False

@@ -91,6 +91,11 @@ def overloaded(message: str, retry_after_s: int = 1) -> ApiError:
     return ApiError(503, message, code="overloaded", headers=_retry_after(retry_after_s))
 
 
+def out_of_time(message: str) -> ApiError:
+    """504: the request's own `timeout` passed. Clients that try again by themselves are told not to."""
+    return ApiError(504, message, param="timeout", code="timeout", headers={"x-should-retry": "false"})
+
+
 def internal_error(error: BaseException) -> ApiError:
     """500 that tells the client nothing but a number, under which the log has the error."""
     number = uuid.uuid4().hex

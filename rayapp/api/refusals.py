@@ -28,7 +28,6 @@ NOT_SERVED: Neutral = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "prompt_logprobs": (),
-    "priority": (0,),
     "cache_salt": (),
     "metadata": ({},),
     "service_tier": ("auto", "default"),

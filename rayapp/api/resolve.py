@@ -6,8 +6,9 @@ too long for the event loop. Everything a request can be refused for without ask
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayapp.api.errors import ApiError, invalid_request, not_found
 from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, parse_body
@@ -117,6 +118,9 @@ def _plan(
         _sampling(fields, model, settings, len(prompt), name, asked, default_limit)
         for prompt, name in zip(prompts, _params(param, len(prompts)), strict=True)
     ]
+    if fields.timeout is not None:
+        deadline = time.monotonic() + fields.timeout
+        sampling = [replace(one, deadline=deadline) for one in sampling]
     return Plan(model.name, prompts, sampling, fields.stop, fields.n, fields.stream, fields.include_usage)
 
 
@@ -166,6 +170,7 @@ def _sampling(
         seed=fields.seed,
         ignore_eos=fields.ignore_eos,
         stop_token_ids=tuple(fields.stop_token_ids),
+        priority=fields.priority,
     )
 
 

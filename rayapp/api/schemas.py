@@ -111,6 +111,8 @@ class GenerationFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     ignore_eos: Annotated[bool, BeforeValidator(_or_default(False))] = False
     stop_token_ids: Annotated[list[int], BeforeValidator(_or_default([]))] = []
+    priority: Annotated[int, BeforeValidator(_or_default(0)), Field(ge=-(2**31), lt=2**31)] = 0
+    timeout: Annotated[float, Field(gt=0)] | None = None
     user: str | None = None  # names the end user to the operator; by definition no part of the answer
 
     @model_validator(mode="after")

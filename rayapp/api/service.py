@@ -19,7 +19,7 @@ from rayapp.text.tokenizer import Tokenizer
 class SamplingFields:
     """Everything that shapes one generation but its prompt and stop strings; nothing is left open but the seed.
 
-    `dataclasses.asdict` of it is the "sampling" entry of the request that goes to a replica.
+    `dataclasses.asdict` of it is what `rayapp.link.wire_request` takes.
 
     Attributes:
         max_new_tokens: >= 1, and prompt + max_new_tokens fits the context.
@@ -32,6 +32,8 @@ class SamplingFields:
         seed: int64, or None for a fresh one; shared by the n choices of a request, which `index` tells apart.
         ignore_eos: go on through the model's own ending tokens.
         stop_token_ids: further ending tokens.
+        priority: lower runs first.
+        deadline: `time.monotonic()` of this process at which the generation must have ended; None is never.
     """
 
     max_new_tokens: int
@@ -44,6 +46,8 @@ class SamplingFields:
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    deadline: float | None = None
 
 
 @dataclass(slots=True)

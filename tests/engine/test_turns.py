@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 from transformers import PreTrainedModel
 
-from engine import ContinuousBatchingManager, RequestStatus
+from engine import ContinuousBatchingManager, FinishReason, RequestStatus
 from engine.distributed.coordinator import Alone, Turn
 from tests.conftest import wait_limit
 from tests.harness import NO_EOS, check_whole, collect, config, core_of, tokens
@@ -107,6 +107,16 @@ def test_only_the_driver_takes_requests(ranks: Ranks, tiny: PreTrainedModel) -> 
         cancelled, finished = collect(manager, ["long", "short"])
         assert cancelled.status == RequestStatus.CANCELLED
         assert finished.generated_tokens == ref(tiny, tokens(1, 8), 9)
+
+
+def test_a_deadline_is_the_drivers_and_both_keep_it(ranks: Ranks, tiny: PreTrainedModel) -> None:
+    driver = ranks.managers[0]
+    driver.add_request(tokens(0, 8), "late", max_new_tokens=150, timeout_s=0.0)
+    driver.add_request(tokens(1, 8), "other", max_new_tokens=9, timeout_s=3600)
+    for manager in ranks.managers:
+        late, other = collect(manager, ["late", "other"])
+        assert (late.finish_reason, late.num_generated_tokens) == (FinishReason.TIMEOUT, 0)
+        assert other.generated_tokens == ref(tiny, tokens(1, 8), 9)
 
 
 def test_a_follower_that_asks_late_gets_the_whole_batch(ranks: Ranks, tiny: PreTrainedModel) -> None:

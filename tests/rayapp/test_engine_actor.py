@@ -207,6 +207,80 @@ def test_collections_leave_the_libraries_alone(run: Callable[[Scenario], None]) 
     gc.unfreeze()
 
 
+def test_a_held_call_ends_with_all_tokens_and_its_batches_have_them_too(
+    run: Callable[[Scenario], None], tiny_http: PreTrainedModel
+) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        prompts = [[*PROMPT, number] for number in range(6)]
+        requests = [wire_request(prompt, {"max_new_tokens": 30}) | {"subscriber": "router"} for prompt in prompts]
+        requests[0]["output_ids"] = ref(tiny_http, prompts[0], 30)[:10]
+        held = [asyncio.create_task(actor.attend(request)) for request in requests]
+        read: dict[str, list[int]] = {request["request_id"]: [] for request in requests}
+        infos: dict[str, list[Any]] = {request["request_id"]: [] for request in requests}
+        ended = 0
+        while ended < len(requests):
+            for request_id, offset, tokens, reason, info in await actor.poll("router"):
+                assert offset == len(read[request_id])
+                read[request_id] += tokens
+                infos[request_id] += [info] if info is not None else []
+                ended += reason is not None
+        for prompt, request, call in zip(prompts, requests, held, strict=True):
+            tokens, reason, info = await call
+            expected = ref(tiny_http, prompt, 30)[len(request["output_ids"]) :]
+            assert read[request["request_id"]] == tokens == expected
+            assert reason == "length"
+            assert infos[request["request_id"]][-1] == info
+            assert len(infos[request["request_id"]]) == 2
+        await until_idle(actor)
+        assert (await actor.stats())["served"] == 6
+
+    run(scenario)
+
+
+def test_a_held_call_that_is_cancelled_or_whose_reader_died_is_aborted(
+    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.subscription.LEASE_S", 0.1)
+
+    async def scenario(actor: EngineActor) -> None:
+        def attend(subscriber: str) -> asyncio.Task[Any]:
+            request = wire_request(PROMPT, {"max_new_tokens": 4000}) | {"subscriber": subscriber}
+            return asyncio.create_task(actor.attend(request))
+
+        left = attend("alive")
+        assert await actor.poll("alive")
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        _, reason, _ = await attend("dead")
+        assert reason == "cancelled"
+        refused = wire_request(PROMPT, {"top_p": 7.0, "do_sample": True}) | {"subscriber": "alive"}
+        with pytest.raises(InvalidRequest, match="top_p"):
+            await actor.attend(refused)
+        await until_idle(actor)
+        while actor._subscriptions:
+            await asyncio.sleep(0.01)
+
+    run(scenario)
+
+
+def test_deadline_and_priority_reach_the_engine(run: Callable[[Scenario], None]) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        items = await collect(actor, wire_request(PROMPT, {"max_new_tokens": 4000, "timeout_s": 0.0}))
+        assert items[-1][1] == "timeout"
+        assert items[-1][2] is not None
+        assert "did not end within" in items[-1][2]["error"]
+        seen: list[int] = []
+        scheduler = actor._engine._build().scheduler
+        add = scheduler.add
+        scheduler.add = lambda request: (seen.append(request.priority), add(request))[1]
+        for priority in (3, -1):
+            await collect(actor, wire_request(PROMPT, {"max_new_tokens": 2, "priority": priority}))
+        assert seen == [3, -1]
+
+    run(scenario)
+
+
 def output(count: int, finished: bool = False) -> Any:
     return SimpleNamespace(count=count, is_finished=lambda: finished)
 

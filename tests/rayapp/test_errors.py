@@ -11,7 +11,15 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 
-from rayapp.api.errors import ApiError, install_error_handling, internal_error, invalid_request, overloaded, unavailable
+from rayapp.api.errors import (
+    ApiError,
+    install_error_handling,
+    internal_error,
+    invalid_request,
+    out_of_time,
+    overloaded,
+    unavailable,
+)
 
 
 def app_that_raises(error: Exception) -> FastAPI:
@@ -51,6 +59,13 @@ def test_api_error_becomes_the_envelope() -> None:
         "param": "n",
         "code": "too_small",
     }
+
+
+def test_a_deadline_of_the_clients_own_is_504_and_not_to_be_tried_again() -> None:
+    response = get(app_that_raises(out_of_time("too long")), "/fail")
+    assert response.status_code == 504
+    assert response.headers["x-should-retry"] == "false"
+    assert (error_of(response)["code"], error_of(response)["param"]) == ("timeout", "timeout")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 
 from rayapp.api.service import Chunk, SamplingFields
-from rayapp.failures import EngineUnavailable, GenerationFailed
+from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationFailed
 from rayapp.generation import choice_seed, generate
 from rayapp.link import Item, raise_if_failed, wire_request
 from rayapp.text.tokenizer import Tokenizer
@@ -132,6 +133,19 @@ def test_what_the_replica_gets(tokenizer: Tokenizer) -> None:
     assert "seed" not in link.request["sampling"]
 
 
+def test_priority_and_deadline_go_beside_the_sampling(tokenizer: Tokenizer) -> None:
+    link = ScriptedLink([[216]])
+    run(link, tokenizer, priority=-3, deadline=time.monotonic() + 60)
+    assert link.request["priority"] == -3
+    assert 50 < link.request["timeout_s"] <= 60
+    assert not {"priority", "deadline", "timeout_s"} & link.request["sampling"].keys()
+    run(link, tokenizer, deadline=time.monotonic() - 1)
+    assert (link.request["priority"], link.request["timeout_s"]) == (0, 0.0)
+    run(link, tokenizer)
+    assert link.request["timeout_s"] is None
+    assert wire_request([1], {"timeout_s": 2.5, "priority": 1})["timeout_s"] == 2.5
+
+
 def test_O13_seeds_of_choices() -> None:
     assert choice_seed(7, 0) == 7
     derived = [choice_seed(7, index) for index in range(1, 100)]
@@ -156,3 +170,5 @@ def test_ends_that_are_failures() -> None:
         raise_if_failed(([], "error", INFO | {"error": "boom", "engine_failed": True}))
     with pytest.raises(EngineUnavailable):
         raise_if_failed(([], "cancelled", INFO))
+    with pytest.raises(DeadlineExceeded, match=r"^it took too long"):
+        raise_if_failed(([], "timeout", INFO | {"error": "TimeoutError: it took too long"}))

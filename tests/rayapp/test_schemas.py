@@ -67,6 +67,8 @@ def test_O33_bodies_that_are_no_object(body: bytes, says: str) -> None:
         ("stream", "maybe"), ("stream", 1), ("stream", "true"), ("ignore_eos", 1), ("ignore_eos", "yes"),
         ("stop", ""), ("stop", 5), ("stop", {"a": 1}), ("stop", ["a"] * (MAX_STOPS + 1)), ("stop", "a" * 1001),
         ("stop_token_ids", 5), ("user", 5), ("stream_options", {"include_usage": True}), ("stream_options", {}),
+        ("priority", 1.5), ("priority", "high"), ("priority", True), ("priority", 2**31),
+        ("timeout", 0), ("timeout", -1), ("timeout", "5"), ("timeout", True),
         ("stop", ["a", ""]), ("stop", [1]), ("stop_token_ids", [True]), ("stop_token_ids", ["1"]),
     ],
 )  # fmt: skip

@@ -397,23 +397,66 @@ def test_O38_engine_dies_under_streams(tiny_app: App, client: Client) -> None:
     assert httpx.get(f"{tiny_app.url}/health").status_code == 200
 
 
-def test_O41_overload_is_refused_at_once(deploy: Callable[..., App], tiny_http_path: Path) -> None:
-    """Two places and four in the queue for thirty requests: the others are told so, and the places come free."""
+@pytest.fixture(scope="module")
+def small_app(deploy: Callable[..., App], tiny_http_path: Path) -> Iterator[App]:
+    """Two places and four in the queue."""
     small = tiny_model(tiny_http_path, num_gpus=None, max_ongoing_requests=2, max_queued_requests=4)
     app = deploy("small-app", models=[small])
-    body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 100, "temperature": 0}
+    yield app
+    serve.delete(app.name, _blocking=False)
+
+
+def test_O41_overload_is_refused_at_once(small_app: App) -> None:
+    """Of thirty requests six get in; the others are told before any of these has ended, and the places come free."""
+    url = f"{small_app.url}/v1/completions"
+    body = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 150, "temperature": 0}
 
     def ask(number: int) -> httpx.Response:
-        return httpx.post(f"{app.url}/v1/completions", json=body, timeout=wait_limit(60))
+        return httpx.post(url, json=body | {"stream": bool(number % 2)}, timeout=wait_limit(60))
 
-    for _ in range(2):
-        with ThreadPoolExecutor(30) as pool:
-            answers = list(pool.map(ask, range(30)))
+    def hang_up(number: int) -> None:
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(url, json=body | {"max_tokens": 4000}, timeout=0.3)
+
+    def check(count: int) -> None:
+        with ThreadPoolExecutor(count) as pool:
+            answers = list(pool.map(ask, range(count)))
         good = [answer for answer in answers if answer.status_code == 200]
         bad = [answer for answer in answers if answer.status_code != 200]
         assert len(good) >= 6
-        assert len({answer.json()["choices"][0]["text"] for answer in good}) == 1
-        assert {answer.status_code for answer in bad} == {503}
-        assert {answer.json()["error"]["code"] for answer in bad} == {"overloaded"}
-        assert all("retry-after" in answer.headers for answer in bad)
-    serve.delete(app.name, _blocking=False)
+        texts = [answer.json()["choices"][0]["text"] for answer in good if answer.text.startswith("{")]
+        assert len(set(texts)) <= 1
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in good if not answer.text.startswith("{"))
+        for answer in bad:
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "overloaded"
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.elapsed < min(answer.elapsed for answer in good if answer.text.startswith("{"))
+
+    check(30)
+    for _ in range(5):
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(hang_up, range(6)))
+    wait_until(lambda: idle(small_app), 5)
+    check(6)  # all of them get in: the counters have not drifted
+
+
+def test_a_deadline_counts_in_the_queue_and_in_the_engine(small_app: App) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 4000}
+    url = f"{small_app.url}/v1/completions"
+
+    def ask(timeout: float) -> httpx.Response:
+        return httpx.post(
+            url, json={"model": "tiny", **body, "timeout": timeout, "priority": 1}, timeout=wait_limit(60)
+        )
+
+    running = ask(0.3)
+    with stream(small_app, **body) as first, stream(small_app, **body) as second:
+        next(first), next(second)
+        queued = ask(0.3)
+    for answer in (running, queued):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    with pytest.raises(ApiError, match="did not end within") as refused:
+        Client(small_app.name).generate("Once upon a time", max_tokens=4000, timeout=0.3)
+    assert refused.value.status == 504
+    wait_until(lambda: idle(small_app), 5)
