@@ -39,7 +39,7 @@ def build(args: AppConfig | dict[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=max(model.graceful_shutdown_timeout_s for model in models),
     )(serve.ingress()(Router))
-    return router.bind(models, engines)
+    return router.bind(models, engines, config.router)
 
 
 def engine_application(model: ModelConfig, router: RouterConfig) -> serve.Application:

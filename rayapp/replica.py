@@ -1,7 +1,8 @@
 """`EngineReplica`: a Serve replica that owns one engine actor and lets requests through to it.
 
 One deployment of it per model. It decides nothing about tokens; it ties the life of a request to that of its
-caller, and its own life to that of the actor. Imports no torch and keeps CUDA out of its process.
+caller, and its own life to that of the engine: when that fails, dies or is stuck, this process ends at once, so that
+no caller's request router offers it any more and Serve replaces it. Imports no torch and keeps CUDA out of its process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -46,10 +48,12 @@ class EngineReplica:
         ).remote(config)
         try:
             self._facts = await self._actor.start.remote()
+            self._engine_process = await self._actor.environment.remote()
         except BaseException:
             ray.kill(self._actor)  # it would hold the device until this process ends
             raise
         logger.info(f"engine ready: {self._facts}")
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def generate(
         self, payload: dict[str, Any], route_hint: list[int] | None = None
@@ -83,6 +87,7 @@ class EngineReplica:
                 raise error.cause from None
             raise
         except RayActorError as error:
+            await asyncio.shield(self._watching)  # only the end of this process tells the caller's request router
             raise EngineUnavailable("the engine of this replica died") from error
         finally:
             # Dropping the stream would not stop the engine, and not every cancellation reaches the actor.
@@ -114,5 +119,21 @@ class EngineReplica:
             **self._facts,
             "pid": os.getpid(),
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "engine": await self._actor.environment.remote(),
+            "engine": self._engine_process,
         }
+
+    async def _watch(self) -> None:
+        """Ends this process when the engine ends, fails or is stuck.
+
+        Callers of a process that is gone look for another at once; one that only answered with errors would be
+        offered requests until Serve's next health check.
+        """
+        try:
+            reason = await self._actor.failure.remote()
+            os.kill(self._engine_process["pid"], signal.SIGKILL)  # a stuck one would go on holding the device
+        except RayActorError as error:
+            reason = f"the engine actor died: {error}"
+        except Exception as error:
+            reason = f"the engine actor cannot be watched: {error!r}"
+        logger.error(f"replica {self._id} ends: {reason}")
+        os._exit(1)

@@ -28,10 +28,11 @@ from rayapp.api.errors import ApiError, invalid_request, overloaded, unavailable
 from rayapp.api.resolve import Plan, plan_chat, plan_completions
 from rayapp.api.routes import build_api
 from rayapp.api.service import Chunk, SamplingFields, ServedModel
-from rayapp.config import ModelConfig
+from rayapp.config import ModelConfig, RouterConfig
 from rayapp.failures import EngineUnavailable, GenerationError, InvalidRequest, Overloaded
 from rayapp.generation import generate
 from rayapp.link import Link
+from rayapp.migration import Migrating
 from rayapp.models import resolve
 from rayapp.text.template import ChatTemplate
 from rayapp.text.tokenizer import Tokenizer
@@ -52,12 +53,19 @@ class Router:
     Args:
         configs: the served models, in order.
         engines: a handle of the engine deployment of each, by model name.
+        settings: of the Router itself.
     """
 
-    def __init__(self, configs: list[ModelConfig], engines: dict[str, DeploymentHandle]) -> None:
+    def __init__(
+        self, configs: list[ModelConfig], engines: dict[str, DeploymentHandle], settings: RouterConfig
+    ) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # see EngineReplica
         self.models: dict[str, ServedModel] = {config.name: load_served(config) for config in configs}
         self._links = {name: Link(handle) for name, handle in engines.items()}
+        self._sources = {
+            name: Migrating(link, settings.max_migrations, settings.migration_timeout_s)
+            for name, link in self._links.items()
+        }
         log_to_terminal("rayapp")
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
@@ -69,7 +77,7 @@ class Router:
         self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
     ) -> AsyncGenerator[Chunk, None]:
         """See `rayapp.api.service.Service.generate`."""
-        chunks = generate(self._links[model], self.models[model].tokenizer, prompt_ids, sampling, stop, index)
+        chunks = generate(self._sources[model], self.models[model].tokenizer, prompt_ids, sampling, stop, index)
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
