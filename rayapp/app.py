@@ -40,7 +40,7 @@ def build(args: AppConfig | dict[str, Any]) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=max(model.graceful_shutdown_timeout_s for model in models),
     )(serve.ingress()(Router))
-    return router.bind(models, engines, config.api)
+    return router.bind(models, engines, config.api, config.router)
 
 
 def engine_application(model: ModelConfig, router: RouterConfig) -> serve.Application:

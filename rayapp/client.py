@@ -6,6 +6,7 @@ prompt. Loads no torch. For use outside an event loop; inside one, take the hand
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,13 @@ from ray.exceptions import RayTaskError
 
 from rayapp.api.errors import ApiError
 from rayapp.config import deployment_name
-from rayapp.failures import GenerationError
-from rayapp.link import failure_of, raise_if_failed, wire_request
+from rayapp.failures import EngineUnavailable, GenerationError
+from rayapp.link import Item, failure_of, raise_if_failed, wire_request
+from rayapp.migration import MAX_MIGRATIONS, Resumption
 from rayapp.prefix_router import prefix_hint
 
 DEFAULT_APP = "convoy"
+FIGURES = ("prompt_tokens", "cached_tokens", "replica", "migrations")
 
 
 class Client:
@@ -27,13 +30,15 @@ class Client:
 
     Args:
         app_name: `name` of the application in serve_config.yaml.
+        max_migrations: how often `generate_ids` goes on at another replica when the one that generates is lost.
 
     Raises:
         RayServeException: the application does not run in the Ray cluster this process is connected to.
     """
 
-    def __init__(self, app_name: str = DEFAULT_APP) -> None:
+    def __init__(self, app_name: str = DEFAULT_APP, max_migrations: int = MAX_MIGRATIONS) -> None:
         self._app_name = app_name
+        self._max_migrations = max_migrations
         router = serve.get_app_handle(app_name)
         self._generate = router.options(method_name="generate_text")
         self._stream = router.options(method_name="stream_text", stream=True)
@@ -70,27 +75,38 @@ class Client:
             **sampling: as `rayapp.link.wire_request` takes them: max_new_tokens, do_sample, temperature, seed, ...
 
         Returns:
-            {"token_ids", "finish_reason", "prompt_tokens", "cached_tokens", "replica"}; the ids end with the token
-            that ended the generation.
+            {"token_ids", "finish_reason", "prompt_tokens", "cached_tokens", "replica", "migrations"}; the ids end with
+            the token that ended the generation, `replica` is the last one.
 
         Raises:
             GenerationError: one of its subclasses.
         """
         request = wire_request(prompt_ids, sampling)
         hint = prefix_hint(request["prompt_ids"])
+        state = Resumption(request, self._max_migrations)
         token_ids: list[int] = []
+        while True:
+            try:
+                for tokens, reason, info in self._attempt(model, state.next_request(), hint):
+                    tokens, reason, info = state.take((tokens, reason, info))
+                    token_ids += tokens
+                    if reason is not None and info is not None:
+                        return {"token_ids": token_ids, "finish_reason": reason} | {key: info[key] for key in FIGURES}
+                raise EngineUnavailable("the replica ended the stream before the generation was done")
+            except GenerationError as error:
+                time.sleep(state.failed(error))
+
+    def _attempt(self, model: str, request: dict[str, Any], hint: list[int]) -> Iterator[Item]:
+        """What one replica yields for a request. Raises GenerationError."""
         try:
-            for tokens, reason, info in self._engine(model).remote(request, route_hint=hint):
-                token_ids += tokens
-                if reason is not None:
-                    raise_if_failed((tokens, reason, info))
-                    kept = {key: info[key] for key in ("prompt_tokens", "cached_tokens", "replica")}
-                    return {"token_ids": token_ids, "finish_reason": reason, **kept}
+            for item in self._engine(model).remote(request, route_hint=hint):
+                if item[1] is not None:
+                    raise_if_failed(item)
+                yield item
         except GenerationError:
             raise
         except Exception as error:
             raise failure_of(error) from error
-        raise failure_of(RuntimeError("the stream ended before the generation was done"))
 
     def _engine(self, model: str) -> Any:
         if model not in self._engines:

@@ -42,7 +42,7 @@ class ModelConfig(StrictModel):
         engine: fields of ContinuousBatchingConfig.
         max_ongoing_requests: requests one replica holds; None means 1.25 times what its engine runs at once.
         max_queued_requests: requests that may wait in one process for a replica with room; more are refused.
-        stall_timeout_s: seconds a busy engine may go without ending a step before it counts as stuck.
+        stall_timeout_s: seconds a busy engine may go without ending a step before it counts as stuck and is replaced.
         health_check_period_s, health_check_timeout_s: how often Serve asks a replica, and how long it waits.
         graceful_shutdown_timeout_s: seconds that a stopping replica's running requests are given to end.
     """
@@ -145,6 +145,8 @@ class RouterConfig(StrictModel):
         min_cap, load_factor: a replica is passed over for affinity while it holds at least min_cap requests and
             load_factor times the mean.
         memory_entries: prefixes each process remembers the replica of.
+        max_migrations: how often a generation whose replica is lost goes on at another one; 0 ends it with an error.
+        migration_timeout_s: how long after such a loss its next token may take to come.
     """
 
     num_replicas: int = Field(default=1, ge=1)
@@ -153,6 +155,8 @@ class RouterConfig(StrictModel):
     min_cap: int = Field(default=3, ge=1)
     load_factor: float = Field(default=1.25, ge=1.0)
     memory_entries: int = Field(default=32768, ge=1)
+    max_migrations: int = Field(default=3, ge=0)
+    migration_timeout_s: float = Field(default=120.0, gt=0)
 
 
 class AppConfig(StrictModel):

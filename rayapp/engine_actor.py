@@ -37,6 +37,8 @@ ROW_CPU_S = 0.0006
 STREAMING_SHARE = 0.5
 LONGEST_PAUSE_S = 0.25
 
+WATCH_PERIOD_S = 0.05
+
 Item = tuple[list[int], str | None, dict[str, Any] | None]
 
 
@@ -144,6 +146,12 @@ class EngineActor:
         elif stats["running"] + stats["waiting"] and stats["idle_s"] > self._config.stall_timeout_s:
             error = f"no step ended for {stats['idle_s']:.0f} s (stall_timeout_s: {self._config.stall_timeout_s:g})"
         return {**stats, "error": error}
+
+    async def failure(self) -> str:
+        """Returns when the engine cannot serve any more, with the reason."""
+        while (error := (await self.health())["error"]) is None:
+            await asyncio.sleep(WATCH_PERIOD_S)
+        return str(error)
 
     async def stats(self) -> dict[str, Any]:
         """Counts of this moment: the engine's, and the streams open and served here."""

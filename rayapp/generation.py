@@ -1,7 +1,8 @@
 """One generation as the Router drives it: token ids to a replica, text back, cut at stop strings.
 
 Called once per choice. Whatever ends it early (a stop string, a client that left, an error) aborts it in the
-engine. Knows nothing of HTTP, and of Ray only the `Link`.
+engine. The text so far is kept here, so a `link` may go on at another replica. Knows nothing of HTTP, and of Ray only
+the `Link`.
 """
 
 from __future__ import annotations
@@ -11,20 +12,13 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import Any, Protocol
 
 from rayapp.api.service import Chunk, SamplingFields
-from rayapp.link import Item, wire_request
+from rayapp.link import wire_request
+from rayapp.migration import TokenSource
 from rayapp.text.detokenizer import Detokenizer
 from rayapp.text.stop import StopBuffer
 from rayapp.text.tokenizer import Tokenizer
-
-
-class TokenSource(Protocol):
-    """What `generate` needs of a `Link`."""
-
-    def generate(self, request: dict[str, Any]) -> AsyncGenerator[Item, None]:
-        """See `Link.generate`."""
 
 
 async def generate(

@@ -38,15 +38,15 @@ def wire_request(
 
     Args:
         sampling: max_new_tokens, min_new_tokens, do_sample, temperature, top_k, top_p, min_p, seed, ignore_eos,
-            stop_token_ids; those left out or None take the engine's defaults. A request that samples without a seed
-            gets one here, so that the same request can go on elsewhere as the same random stream. Beside these,
+            stop_token_ids; those left out or None take the engine's defaults. A request that may sample and has
+            no seed gets one here, so that it can go on elsewhere as the same random stream. Beside these,
             priority (lower runs first) and when the request must have ended: timeout_s, seconds from now, or deadline,
             `time.monotonic()` of this process.
         output_ids: tokens generated before, elsewhere.
         cache_salt: only requests with the same salt share cached prefixes.
     """
     fields = {key: value for key, value in sampling.items() if value is not None}
-    if fields.get("do_sample") and "seed" not in fields:
+    if fields.get("do_sample", True) and "seed" not in fields:
         fields["seed"] = secrets.randbits(63)
     timeout_s = fields.pop("timeout_s", None)
     if (deadline := fields.pop("deadline", None)) is not None:

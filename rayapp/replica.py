@@ -1,7 +1,8 @@
 """`EngineReplica`: a Serve replica that owns one engine actor and lets requests through to it.
 
 One deployment of it per model. It decides nothing about tokens; it ties the life of a request to that of its
-caller, and its own life to that of the actor. Imports no torch and keeps CUDA out of its process.
+caller, and its own life to that of the engine: when that fails, dies or is stuck, this process ends at once, so that
+no caller's request router offers it any more and Serve replaces it. Imports no torch and keeps CUDA out of its process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -46,10 +48,12 @@ class EngineReplica:
         ).remote(config)
         try:
             self._facts = await self._actor.start.remote()
+            self._engine_process = await self._actor.environment.remote()
         except BaseException:
             ray.kill(self._actor)  # it would hold the device until this process ends
             raise
         logger.info(f"engine ready: {self._facts}")
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def attend(
         self, payload: dict[str, Any], route_hint: list[int] | None = None
@@ -76,7 +80,7 @@ class EngineReplica:
             ended = True
             yield tokens, reason, {**info, "replica": self._id}
         except (RayTaskError, RayActorError) as error:
-            raise failure_in_actor(error) from None
+            raise await self._failure(error) from None
         finally:
             if not ended:
                 self._actor.abort.remote(request_id)
@@ -107,7 +111,7 @@ class EngineReplica:
                 ended = reason is not None
                 yield tokens, reason, {**info, "replica": self._id} if info is not None else None
         except (RayTaskError, RayActorError) as error:
-            raise failure_in_actor(error) from None
+            raise await self._failure(error) from None
         finally:
             # Dropping the stream would not stop the engine, and not every cancellation reaches the actor.
             if not ended:
@@ -138,8 +142,31 @@ class EngineReplica:
             **self._facts,
             "pid": os.getpid(),
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            "engine": await self._actor.environment.remote(),
+            "engine": self._engine_process,
         }
+
+    async def _failure(self, error: RayTaskError | RayActorError) -> Exception:
+        """What a failed call of the engine actor says about the request."""
+        if isinstance(error, RayActorError):
+            await asyncio.shield(self._watching)  # only the end of this process tells the caller's request router
+            return EngineUnavailable("the engine of this replica died")
+        return error.cause if isinstance(error.cause, GenerationError) else error
+
+    async def _watch(self) -> None:
+        """Ends this process when the engine ends, fails or is stuck.
+
+        Callers of a process that is gone look for another at once; one that only answered with errors would be
+        offered requests until Serve's next health check.
+        """
+        try:
+            reason = await self._actor.failure.remote()
+            os.kill(self._engine_process["pid"], signal.SIGKILL)  # a stuck one would go on holding the device
+        except RayActorError as error:
+            reason = f"the engine actor died: {error}"
+        except Exception as error:
+            reason = f"the engine actor cannot be watched: {error!r}"
+        logger.error(f"replica {self._id} ends: {reason}")
+        os._exit(1)
 
 
 def request_id_of(payload: Any) -> str:
@@ -148,10 +175,3 @@ def request_id_of(payload: Any) -> str:
     if not isinstance(request_id, str):
         raise InvalidRequest("a request is a dict with a unique string request_id; see rayapp.link.wire_request")
     return request_id
-
-
-def failure_in_actor(error: RayTaskError | RayActorError) -> Exception:
-    """What a failed call of the engine actor says about the request."""
-    if isinstance(error, RayActorError):
-        return EngineUnavailable("the engine of this replica died")
-    return error.cause if isinstance(error.cause, GenerationError) else error

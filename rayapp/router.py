@@ -29,10 +29,11 @@ from rayapp.api.resolve import Plan, plan_chat, plan_completions
 from rayapp.api.routes import build_api
 from rayapp.api.service import Chunk, SamplingFields, ServedModel
 from rayapp.api.settings import ApiConfig, RequestSettings
-from rayapp.config import ModelConfig
+from rayapp.config import ModelConfig, RouterConfig
 from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationError, InvalidRequest, Overloaded
 from rayapp.generation import generate
 from rayapp.link import Link
+from rayapp.migration import Migrating
 from rayapp.models import resolve
 from rayapp.text.template import ChatTemplate
 from rayapp.text.tokenizer import Tokenizer
@@ -51,20 +52,31 @@ class Router:
     """Serve deployment and FastAPI ingress; `app.py` binds it to the engine deployments.
 
     Args:
-        configs: the served models, in order.
-        engines: a handle of the engine deployment of each, by model name.
+        models: those that are served, in order.
+        engines: a handle of the engine deployment of each, by its name.
         api: who may call.
+        settings: of the Router itself.
 
     Raises:
         ValueError: keys are asked for, and there are none.
     """
 
-    def __init__(self, configs: list[ModelConfig], engines: dict[str, DeploymentHandle], api: ApiConfig) -> None:
+    def __init__(
+        self,
+        models: list[ModelConfig],
+        engines: dict[str, DeploymentHandle],
+        api: ApiConfig,
+        settings: RouterConfig,
+    ) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # see EngineReplica
-        self.models: dict[str, ServedModel] = {config.name: load_served(config) for config in configs}
+        self.models: dict[str, ServedModel] = {model.name: load_served(model) for model in models}
         self.settings = RequestSettings()
         self._api = api
         self._links = {name: Link(handle) for name, handle in engines.items()}
+        self._sources = {
+            name: Migrating(link, settings.max_migrations, settings.migration_timeout_s)
+            for name, link in self._links.items()
+        }
         log_to_terminal("rayapp")
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
@@ -85,7 +97,7 @@ class Router:
         self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
     ) -> AsyncGenerator[Chunk, None]:
         """See `rayapp.api.service.Service.generate`."""
-        chunks = generate(self._links[model], self.models[model].tokenizer, prompt_ids, sampling, stop, index)
+        chunks = generate(self._sources[model], self.models[model].tokenizer, prompt_ids, sampling, stop, index)
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
