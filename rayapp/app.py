@@ -12,6 +12,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from rayapp.cluster import alive_nodes, autoscales
 from rayapp.config import REPLICA_CPUS, AppConfig, ModelConfig, RouterConfig
 from rayapp.prefix_router import PrefixAffinityRouter
 from rayapp.replica import EngineReplica
@@ -49,9 +50,12 @@ def engine_application(model: ModelConfig, router: RouterConfig) -> serve.Applic
     if model.gpus():
         bundle["GPU"] = model.gpus()
     request_router: Any = PrefixAffinityRouter
+    replicas: dict[str, Any] = {"num_replicas": model.num_replicas}
+    if model.autoscaling is not None:
+        replicas = {"autoscaling_config": model.autoscaling.for_serve(model)}
     deployment = serve.deployment(
         name=model.deployment,
-        num_replicas=model.num_replicas,
+        **replicas,
         max_ongoing_requests=model.ongoing_limit(),
         max_queued_requests=model.max_queued_requests,
         ray_actor_options={"num_cpus": REPLICA_CPUS},
@@ -77,15 +81,16 @@ def resolve_device(model: ModelConfig) -> str:
     """`device: auto` as cpu or cuda, by the GPUs of this host.
 
     Raises:
-        ValueError: the cluster has several nodes, which may differ from this host.
+        ValueError: the cluster has several nodes, or may get some, which may differ from this host.
     """
     if model.device != "auto":
         return model.device
     if ray.is_initialized():
-        nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-        if nodes > 1:
+        nodes = alive_nodes()
+        if nodes > 1 or autoscales():
+            has = f"has {nodes} nodes" if nodes > 1 else "adds nodes by itself"
             raise ValueError(
-                f"model {model.name!r} has device: auto, which looks at one host, but the cluster has {nodes} nodes; "
+                f"model {model.name!r} has device: auto, which looks at one host, but the cluster {has}; "
                 "set device: cpu or device: cuda"
             )
         if not ray.cluster_resources().get("GPU"):

@@ -21,9 +21,56 @@ from rayapp.strict import StrictModel
 REPLICA_CPUS = 0.1
 # Requests beyond the engine's running ones that a replica takes in, so that the next one is there when one ends.
 ADMISSION_FACTOR = 1.25
+METRICS_INTERVAL_S = 10.0  # how often Serve's replicas report their load; must be less than it is averaged over
+# Of the requests that an engine runs at once, how many each replica of an autoscaling model should have.
+TARGET_SHARE = 0.75
 DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
 # Of the host's free memory, shared by the replicas that run on it: unlike a GPU, a host has other tenants.
 CPU_MEMORY_PERCENT = 0.3
+
+
+class AutoscalingSettings(StrictModel):
+    """How many replicas a model has, by its load.
+
+    Attributes:
+        min_replicas: 0 lets the last one go too; the next request then waits until one has loaded.
+        max_replicas: at most; Ray adds nodes for them where the cluster may.
+        initial_replicas: when the application is deployed; None means min_replicas.
+        target_ongoing_requests: per replica, running and waiting; None means TARGET_SHARE of what its engine runs at
+            once.
+        upscale_delay_s, downscale_delay_s: how long the load must call for more or fewer replicas before it counts.
+        downscale_to_zero_delay_s: the same for the last replica; None means downscale_delay_s.
+        look_back_period_s: over which the load is averaged.
+        upscaling_factor, downscaling_factor: of each step up or down; 1 is the whole way at once.
+    """
+
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(ge=1)
+    initial_replicas: int | None = Field(default=None, ge=0)
+    target_ongoing_requests: float | None = Field(default=None, gt=0)
+    upscale_delay_s: float = Field(default=10.0, ge=0)
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+    downscale_to_zero_delay_s: float | None = Field(default=None, ge=0)
+    look_back_period_s: float = Field(default=30.0, gt=0)
+    upscaling_factor: float | None = Field(default=None, gt=0)
+    downscaling_factor: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoscalingSettings:
+        first = self.min_replicas if self.initial_replicas is None else self.initial_replicas
+        if not self.min_replicas <= first <= self.max_replicas:
+            raise ValueError(
+                f"min_replicas ({self.min_replicas}), initial_replicas ({first}) and max_replicas "
+                f"({self.max_replicas}) must be in ascending order"
+            )
+        return self
+
+    def for_serve(self, model: ModelConfig) -> dict[str, Any]:
+        """The `autoscaling_config` of the model's deployment."""
+        fields = {key: value for key, value in self.model_dump().items() if value is not None}
+        if self.look_back_period_s <= METRICS_INTERVAL_S:
+            fields["metrics_interval_s"] = self.look_back_period_s / 4
+        return {"target_ongoing_requests": TARGET_SHARE * model.requests_at_once()} | fields
 
 
 class ModelConfig(StrictModel):
@@ -35,6 +82,7 @@ class ModelConfig(StrictModel):
         device: "auto" takes a GPU of this host if there is one; a cluster of several nodes must say cpu or cuda.
         dtype: of weights and KV cache; "auto" is that of the checkpoint.
         num_replicas: engines, each with its own weights and KV cache.
+        autoscaling: a number of replicas that follows the load, instead of num_replicas.
         num_cpus: share of Ray's CPUs a replica reserves, for scheduling only.
         num_gpus: GPUs a replica reserves; None means tensor_parallel_size on cuda and none on cpu.
         num_threads: threads the engine computes with; None means every core the process may use, on cuda num_cpus.
@@ -52,6 +100,7 @@ class ModelConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     num_replicas: int = Field(default=1, ge=1)
+    autoscaling: AutoscalingSettings | None = None
     num_cpus: float = Field(default=0.5, gt=REPLICA_CPUS)
     num_gpus: float | None = Field(default=None, ge=0)
     num_threads: int | None = Field(default=None, ge=1)
@@ -89,6 +138,12 @@ class ModelConfig(StrictModel):
             raise ValueError(str(error)) from error
         return fields
 
+    @model_validator(mode="after")
+    def _one_number_of_replicas(self) -> ModelConfig:
+        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
+            raise ValueError("num_replicas and autoscaling exclude each other; give one of them")
+        return self
+
     @property
     def deployment(self) -> str:
         """Name of the model's engine deployment."""
@@ -114,14 +169,19 @@ class ModelConfig(StrictModel):
             "max_requests_per_batch": DEFAULT_REQUESTS["cuda" if self.device == "cuda" else "cpu"],
         }
         if self.device == "cpu" and self.engine.get("num_blocks") is None:
-            defaults["max_memory_percent"] = CPU_MEMORY_PERCENT / self.num_replicas
+            replicas = self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
+            defaults["max_memory_percent"] = CPU_MEMORY_PERCENT / replicas
         return defaults | {key: value for key, value in self.engine.items() if value is not None}
 
     def ongoing_limit(self) -> int:
         """Requests one replica holds at once."""
         if self.max_ongoing_requests is not None:
             return self.max_ongoing_requests
-        return math.ceil(ADMISSION_FACTOR * int(self.engine_fields()["max_requests_per_batch"]))
+        return math.ceil(ADMISSION_FACTOR * self.requests_at_once())
+
+    def requests_at_once(self) -> int:
+        """Requests that one engine runs in a batch."""
+        return int(self.engine_fields()["max_requests_per_batch"])
 
     def changed_fields(self) -> dict[str, Any]:
         """What differs from the defaults, but for the name and the device."""

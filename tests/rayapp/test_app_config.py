@@ -12,8 +12,9 @@ import yaml
 from pydantic import ValidationError
 
 import rayapp.app
-from rayapp.app import build, resolve_device
-from rayapp.config import AppConfig, ModelConfig, deployment_name
+import rayapp.cluster
+from rayapp.app import build, engine_application, resolve_device
+from rayapp.config import AppConfig, ModelConfig, RouterConfig, deployment_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +33,10 @@ def model(**fields: Any) -> ModelConfig:
         ({"models": [{"name": "m", "device": "gpu"}]}, "'auto', 'cpu' or 'cuda'"),
         ({"models": [{"name": "m", "num_replicas": 0}]}, "greater than or equal to 1"),
         ({"models": [{"name": "m", "tensor_parallel_size": 2}]}, "tensor_parallel_size"),
+        ({"models": [{"name": "m", "autoscaling": {}}]}, "max_replicas"),
+        ({"models": [{"name": "m", "autoscaling": {"max_replica": 2}}]}, "did you mean 'max_replicas'"),
+        ({"models": [{"name": "m", "autoscaling": {"min_replicas": 3, "max_replicas": 2}}]}, "ascending order"),
+        ({"models": [{"name": "m", "num_replicas": 2, "autoscaling": {"max_replicas": 2}}]}, "exclude each other"),
         ({"models": [{"name": "m", "engine": {"page_sise": 16}}]}, "did you mean 'page_size'"),
         ({"models": [{"name": "m", "engine": {"page_size": 3}}]}, "page_size is 3"),
         ({"models": [{"name": "m", "engine": {"decode_compile_config": {"fullgraph": True}}}]}, "fullgraph"),
@@ -61,6 +66,23 @@ def test_ongoing_requests_are_what_the_engine_can_run_and_a_few_more() -> None:
     assert model(max_ongoing_requests=3).ongoing_limit() == 3
 
 
+def test_autoscaling_aims_at_a_share_of_what_an_engine_runs() -> None:
+    scaled = model(
+        device="cpu", engine={"max_requests_per_batch": 8}, autoscaling={"min_replicas": 0, "max_replicas": 3}
+    )
+    deployment = engine_application(scaled, RouterConfig())._bound_deployment  # type: ignore[attr-defined]
+    config = deployment._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.max_replicas, config.target_ongoing_requests) == (0, 3, 6)
+    own = model(autoscaling={"max_replicas": 2, "target_ongoing_requests": 5, "upscale_delay_s": 1})
+    fields = own.autoscaling.for_serve(own) if own.autoscaling else {}
+    assert (fields["target_ongoing_requests"], fields["upscale_delay_s"]) == (5, 1)
+
+
+def test_replicas_that_may_come_share_the_memory_of_the_host() -> None:
+    fixed, scaled = model(device="cpu", num_replicas=4), model(device="cpu", autoscaling={"max_replicas": 4})
+    assert fixed.engine_fields() == scaled.engine_fields()
+
+
 def test_changed_fields_are_those_that_differ() -> None:
     assert model().changed_fields() == {}
     assert model(num_replicas=1, source="m").changed_fields() == {}
@@ -82,15 +104,29 @@ def test_auto_looks_at_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_is_refused_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rayapp.app.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(rayapp.app.ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
+    monkeypatch.setattr(rayapp.cluster.ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
     with pytest.raises(ValueError, match="2 nodes; set device: cpu or device: cuda"):
         resolve_device(model())
     assert resolve_device(model(device="cuda")) == "cuda"
 
 
+def test_auto_is_refused_where_nodes_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rayapp.app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(rayapp.app, "alive_nodes", lambda: 1)
+    for types, refused in (({"head", ""}, True), ({"node_8f3a", ""}, False)):
+        monkeypatch.setattr(rayapp.cluster, "_node_types", lambda types=types: types)
+        if refused:
+            with pytest.raises(ValueError, match="adds nodes by itself; set device"):
+                resolve_device(model())
+        else:
+            monkeypatch.setattr(rayapp.app.ray, "cluster_resources", lambda: {"CPU": 2})
+            assert resolve_device(model()) == "cpu"
+
+
 def test_auto_does_not_ask_for_gpus_that_ray_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rayapp.app.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(rayapp.app.ray, "nodes", lambda: [{"Alive": True}])
+    monkeypatch.setattr(rayapp.app, "alive_nodes", lambda: 1)
+    monkeypatch.setattr(rayapp.app, "autoscales", lambda: False)
     monkeypatch.setattr(rayapp.app.ray, "cluster_resources", lambda: {"CPU": 2})
     monkeypatch.setattr(rayapp.app, "has_gpu", lambda: True)
     assert resolve_device(model()) == "cpu"
