@@ -190,6 +190,7 @@ class Sessions:
             "kv_used_blocks": cache.num_used_blocks,
             "kv_total_blocks": cache.num_blocks,
             "steps": core.steps,
+            "preemptions": core.scheduler.num_preemptions,
             "paused": self._loop.is_parked,
             "idle_s": 0.0 if self._loop.is_parked else time.monotonic() - self._loop.last_step_time,
         }

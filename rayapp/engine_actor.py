@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rayapp.announce import log_to_terminal
 from rayapp.config import ModelConfig
 from rayapp.failures import EngineUnavailable, InvalidRequest, Overloaded
+from rayapp.instruments import EngineInstruments
 from rayapp.subscription import Pace, Row, Subscription, finish_reason
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ STREAMING_SHARE = 0.5
 LONGEST_PAUSE_S = 0.25
 
 WATCH_PERIOD_S = 0.05
+REPORT_PERIOD_S = 1.0
 
 Item = tuple[list[int], str | None, dict[str, Any] | None]
 
@@ -51,6 +53,7 @@ class EngineActor:
         self._streams = 0
         self._served = 0
         self._subscriptions: dict[str, Subscription] = {}
+        self._instruments: EngineInstruments | None = None  # once requests of callers come
 
     async def start(self) -> dict[str, Any]:
         """Load the weights, start the engine and run one request through it.
@@ -62,6 +65,8 @@ class EngineActor:
         started = time.monotonic()
         self._manager = await asyncio.to_thread(self._load)
         await self._warm_up()
+        self._instruments = EngineInstruments(self._config.name)
+        self._reporting = asyncio.get_running_loop().create_task(self._report(self._instruments))
         facts = {"load_s": round(time.monotonic() - started, 2), **self._facts()}
         for line in self._log_lines(facts):
             logger.info(line)
@@ -166,6 +171,12 @@ class EngineActor:
             "threads": self._engine.num_threads,
         }
 
+    async def _report(self, instruments: EngineInstruments) -> None:
+        """Keeps the gauges up to date."""
+        while True:
+            instruments.level(self._engine.stats())
+            await asyncio.sleep(REPORT_PERIOD_S)
+
     def _subscription(self, subscriber: str) -> Subscription:
         subscription = self._subscriptions.get(subscriber)
         if subscription is None:
@@ -236,6 +247,13 @@ class EngineActor:
         self._served = 0
 
     def _submit(self, request: dict[str, Any], put: Callable[[GenerationOutput], None]) -> str:
+        resumed = len(request.get("output_ids", ()))
+
+        def put_and_count(output: GenerationOutput) -> None:
+            if self._instruments is not None and output.is_finished():
+                self._instruments.ended(output, resumed)
+            put(output)
+
         try:
             request_id = self._engine.add_request(
                 request["prompt_ids"],
@@ -245,7 +263,8 @@ class EngineActor:
                 timeout_s=request.get("timeout_s"),
                 cache_salt=request.get("cache_salt"),
                 streaming=True,
-                result_handler=put,
+                result_handler=put_and_count,
+                record_timestamps=True,
                 queue_timeout=0,  # this event loop serves everyone
                 **request["sampling"],
             )
@@ -263,6 +282,7 @@ class EngineActor:
         return {
             "prompt_tokens": output.num_prompt_tokens,
             "cached_tokens": output.cached_tokens,
+            "engine_s": times[0] - output.created_time if (times := output.timestamps) else None,
             "error": output.error,
             "engine_failed": self._engine.fatal_error is not None,
         }

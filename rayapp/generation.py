@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import asdict
 
 from rayapp.api.service import Chunk, SamplingFields
+from rayapp.instruments import GenerationWatch
 from rayapp.link import wire_request
 from rayapp.migration import TokenSource
 from rayapp.text.detokenizer import Detokenizer
@@ -29,12 +30,14 @@ async def generate(
     stop: list[str],
     index: int = 0,
     cache_salt: str | None = None,
+    watch: GenerationWatch | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Drive one generation to its end. The last chunk, and no other, has a finish reason.
 
     Args:
         stop: non-empty strings; the text ends before the earliest match.
         index: which of the choices that share prompt and seed this is.
+        watch: is told what happens.
 
     Raises:
         GenerationError: one of its subclasses.
@@ -43,12 +46,16 @@ async def generate(
     request = wire_request(prompt_ids, fields, cache_salt=cache_salt)
     text = _Text(tokenizer, prompt_ids, stop)
     cached = 0
+    if watch is not None:
+        watch.submitted(request["request_id"])
     async with aclosing(link.generate(request)) as items:
         async for tokens, reason, info in items:
             cached = info["cached_tokens"] if info else cached
             piece, taken = text.push(tokens, reason)
             if text.matched:
                 reason = "stop"
+            if watch is not None:
+                watch.saw(text.count, reason, info)
             yield Chunk(piece, taken, reason, text.count, len(prompt_ids), cached)
             if reason is not None:
                 return

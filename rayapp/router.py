@@ -32,6 +32,7 @@ from rayapp.api.settings import ApiConfig, RequestSettings
 from rayapp.config import ModelConfig, RouterConfig
 from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationError, InvalidRequest, Overloaded
 from rayapp.generation import generate
+from rayapp.instruments import RouterInstruments
 from rayapp.link import Link
 from rayapp.migration import Migrating
 from rayapp.models import resolve
@@ -77,6 +78,7 @@ class Router:
             name: Migrating(link, settings.max_migrations, settings.migration_timeout_s)
             for name, link in self._links.items()
         }
+        self._instruments = {name: RouterInstruments(name) for name in engines}
         log_to_terminal("rayapp")
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
@@ -97,11 +99,13 @@ class Router:
         self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
     ) -> AsyncGenerator[Chunk, None]:
         """See `rayapp.api.service.Service.generate`."""
-        chunks = generate(self._sources[model], self.models[model].tokenizer, prompt_ids, sampling, stop, index)
+        source, tokenizer = self._sources[model], self.models[model].tokenizer
         try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
+            with self._instruments[model].generation(len(prompt_ids)) as watch:
+                chunks = generate(source, tokenizer, prompt_ids, sampling, stop, index, watch=watch)
+                async with aclosing(chunks):
+                    async for chunk in chunks:
+                        yield chunk
         except GenerationError as error:
             raise as_api_error(error) from error
 

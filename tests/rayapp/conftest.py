@@ -18,6 +18,7 @@ from tests.serving import free_port, model_args
 # For this process and for the clients that tests start: Ray would else write a token into the home directory, and
 # whether commands need it would depend on what ran before.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")  # a test waits for figures; Ray's own is 10 s
 
 
 @dataclass(frozen=True)
