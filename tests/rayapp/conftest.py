@@ -18,6 +18,7 @@ from tests.serving import free_port, model_args
 # For this process and for the clients that tests start: Ray would else write a token into the home directory, and
 # whether commands need it would depend on what ran before.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # Ray's own 30 s are too few on a machine that is busy
 os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")  # a test waits for figures; Ray's own is 10 s
 
 
