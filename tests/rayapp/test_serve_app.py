@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -415,15 +415,14 @@ def test_O41_overload_is_refused_at_once(small_app: App) -> None:
         return httpx.post(url, json=body | {"stream": bool(number % 2)}, timeout=wait_limit(60))
 
     def hang_up(number: int) -> None:
-        with pytest.raises(httpx.TimeoutException):
+        with suppress(httpx.TimeoutException):  # or is refused, while those who left before are being cleared away
             httpx.post(url, json=body | {"max_tokens": 4000}, timeout=0.3)
 
-    def check(count: int) -> None:
+    def let_in(count: int) -> int:
         with ThreadPoolExecutor(count) as pool:
             answers = list(pool.map(ask, range(count)))
         good = [answer for answer in answers if answer.status_code == 200]
         bad = [answer for answer in answers if answer.status_code != 200]
-        assert len(good) >= 6
         texts = [answer.json()["choices"][0]["text"] for answer in good if answer.text.startswith("{")]
         assert len(set(texts)) <= 1
         assert all(answer.text.endswith("data: [DONE]\n\n") for answer in good if not answer.text.startswith("{"))
@@ -432,13 +431,13 @@ def test_O41_overload_is_refused_at_once(small_app: App) -> None:
             assert answer.json()["error"]["code"] == "overloaded"
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.elapsed < min(answer.elapsed for answer in good if answer.text.startswith("{"))
+        return len(good)
 
-    check(30)
+    assert let_in(30) >= 6
     for _ in range(5):
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(hang_up, range(6)))
-    wait_until(lambda: idle(small_app), 5)
-    check(6)  # all of them get in: the counters have not drifted
+    wait_until(lambda: let_in(6) == 6)  # the counters have not drifted
 
 
 def test_a_deadline_counts_in_the_queue_and_in_the_engine(small_app: App) -> None:
