@@ -55,6 +55,7 @@ class FakeCluster:
         self.env = {
             **QUICK,
             "RAY_FAKE_CLUSTER": "1",
+            "RAY_raylet_start_wait_time_s": "120",  # a busy machine
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
