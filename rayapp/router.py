@@ -63,7 +63,7 @@ class Router:
         self.models: dict[str, ServedModel] = {config.name: load_served(config) for config in configs}
         self._links = {name: Link(handle) for name, handle in engines.items()}
         self._sources = {
-            name: Migrating(link, settings.max_migrations, settings.migration_timeout_s)
+            name: Migrating(link, settings.max_migrations, settings.migration_timeout_s, link.is_gone)
             for name, link in self._links.items()
         }
         log_to_terminal("rayapp")
