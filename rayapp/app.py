@@ -18,6 +18,9 @@ from rayapp.prefix_router import PrefixAffinityRouter
 from rayapp.replica import EngineReplica
 from rayapp.router import Router
 
+# How much longer a Router that stops is given than the engines: it still tells the clients of those that were cut off.
+ROUTER_GRACE_S = 3.0
+
 
 def build(args: AppConfig | dict[str, Any]) -> serve.Application:
     """The application: one Router in front of one EngineReplica deployment per model.
@@ -39,7 +42,7 @@ def build(args: AppConfig | dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": config.router.num_cpus},
         user_config=config.requests.model_dump(mode="json"),
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=max(model.graceful_shutdown_timeout_s for model in models),
+        graceful_shutdown_timeout_s=ROUTER_GRACE_S + max(model.graceful_shutdown_timeout_s for model in models),
     )(serve.ingress()(Router))
     return router.bind(models, engines, config.api, config.router)
 

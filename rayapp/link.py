@@ -126,6 +126,11 @@ class Link:
                 call.cancel()
             raise
 
+    def is_gone(self) -> bool:
+        """Whether the deployment was deleted or failed for good: calls that wait for a replica would do so for ever."""
+        router: Any = getattr(self._handle, "_router", None)  # None before the first call
+        return router is not None and not router._asyncio_router._deployment_available
+
     async def health(self, timeout_s: float) -> list[dict[str, Any]]:
         """`EngineReplica.health` of every running replica that answers in time; empty when none does."""
         try:

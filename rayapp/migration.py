@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -25,6 +25,13 @@ MIGRATION_TIMEOUT_S = 120.0
 # Before each further attempt: long enough for a replica whose engine died to have left the rotation.
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+
+
+POLL_S = 0.25
+
+
+class NoReplica(EngineUnavailable):
+    """Nobody goes on with a generation, and it is in vain to wait."""
 
 
 class TokenSource(Protocol):
@@ -70,10 +77,6 @@ class Resumption:
             rest["timeout_s"] = max(0.0, self._request["timeout_s"] - (time.monotonic() - self._began))
         return self._request | rest
 
-    def time_left(self) -> float | None:
-        """Seconds until the next token must have come; None while no replica has been lost."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
     def take(self, item: Item) -> Item:
         """Note an item; returns it as the caller is to see it: cached is what the first replica found."""
         tokens, reason, info = item
@@ -92,6 +95,8 @@ class Resumption:
         Raises:
             GenerationError: `error` itself, or why it goes no further.
         """
+        if isinstance(error, NoReplica):
+            raise error
         if isinstance(error, EngineUnavailable) and self._moves < self._limit:
             self._moves += 1
             logger.warning(
@@ -104,16 +109,16 @@ class Resumption:
             raise error
         if self._deadline is None:
             self._deadline = time.monotonic() + self._timeout_s
-        elif time.monotonic() >= self._deadline:
-            raise self.too_late() from error
+        self.check_time()
         pause, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
         return pause
 
-    def too_late(self) -> EngineUnavailable:
-        """What to raise when no time is left."""
-        return EngineUnavailable(
-            f"its replica was lost, and no other went on with it within {self._timeout_s:g} s (migration_timeout_s)"
-        )
+    def check_time(self) -> None:
+        """Raises NoReplica when a replica was lost and the next token has not come in time."""
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            raise NoReplica(
+                f"its replica was lost, and no other went on with it within {self._timeout_s:g} s (migration_timeout_s)"
+            )
 
 
 class Migrating:
@@ -122,14 +127,20 @@ class Migrating:
     Args:
         source: where each attempt goes; every one may reach another replica.
         limit, timeout_s: as for `Resumption`.
+        is_gone: whether there will never be a replica any more, so that an attempt that waits for one is in vain.
     """
 
     def __init__(
-        self, source: TokenSource, limit: int = MAX_MIGRATIONS, timeout_s: float = MIGRATION_TIMEOUT_S
+        self,
+        source: TokenSource,
+        limit: int = MAX_MIGRATIONS,
+        timeout_s: float = MIGRATION_TIMEOUT_S,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._source = source
         self._limit = limit
         self._timeout_s = timeout_s
+        self._is_gone = is_gone
 
     async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Item, None]:
         """As `Link.generate`. An item's info also counts the `migrations` before it.
@@ -141,16 +152,27 @@ class Migrating:
         while True:
             try:
                 async with aclosing(self._source.generate(state.next_request())) as items:
-                    while True:
-                        async with asyncio.timeout(state.time_left()):
-                            item = await anext(items, None)
-                        if item is None:
-                            raise EngineUnavailable("the replica ended the stream before the generation was done")
+                    item = await self._first(items, state)
+                    while item is not None:
                         yield state.take(item)
                         if item[1] is not None:
                             return
-            except TimeoutError as error:
-                raise state.too_late() from error
+                        item = await anext(items, None)
+                raise EngineUnavailable("the replica ended the stream before the generation was done")
             except GenerationError as error:
                 pause = state.failed(error)
             await asyncio.sleep(pause)
+
+    async def _first(self, items: AsyncGenerator[Item, None], state: Resumption) -> Item | None:
+        """The first item of an attempt, None when it ends without any."""
+        coming = asyncio.ensure_future(anext(items, None))
+        try:
+            while not (await asyncio.wait({coming}, timeout=POLL_S))[0]:
+                state.check_time()
+                if self._is_gone():
+                    raise NoReplica("there is no replica any more, and none will come")
+            return coming.result()
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)

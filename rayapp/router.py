@@ -75,7 +75,7 @@ class Router:
         self._api = api
         self._links = {name: Link(handle) for name, handle in engines.items()}
         self._sources = {
-            name: Migrating(link, settings.max_migrations, settings.migration_timeout_s)
+            name: Migrating(link, settings.max_migrations, settings.migration_timeout_s, link.is_gone)
             for name, link in self._links.items()
         }
         self._instruments = {name: RouterInstruments(name) for name in engines}

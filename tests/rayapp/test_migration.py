@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ PROMPT = [5, 6]
 TEXT_TOKENS = [216, 38, 28, 216, 39, 28, 216, 40, 28, 216, 41, 28]  # " 6, 7, 8, 9,"
 
 EARLY_END = "ends without a reason"
+HANGS = "hangs"
 Loss = Exception | str | None
 
 
@@ -67,6 +68,8 @@ class Replicas:
                 last = attempt.loss is None and first + attempt.size >= len(rest)
                 yield tokens, self.reason if last else None, info if last or first == 0 else None
                 await asyncio.sleep(0)
+            if attempt.loss == HANGS:
+                await asyncio.sleep(wait_limit(60))
             if isinstance(attempt.loss, Exception):
                 raise attempt.loss
         finally:
@@ -78,15 +81,18 @@ def _at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(migration, "FIRST_PAUSE_S", 0.0)
         patch.setattr(migration, "LONGEST_PAUSE_S", 0.0)
+        patch.setattr(migration, "POLL_S", 0.01)
         yield
 
 
-def ask(replicas: Replicas, limit: int, timeout_s: float = 60, **sampling: Any) -> tuple[list[Item], Exception | None]:
+def ask(
+    replicas: Replicas, limit: int, timeout_s: float = 60, is_gone: Callable[[], bool] = lambda: False, **sampling: Any
+) -> tuple[list[Item], Exception | None]:
     """The items that came, and the error that ended them."""
     items: list[Item] = []
 
     async def collect() -> None:
-        source = Migrating(replicas, limit, timeout_s)
+        source = Migrating(replicas, limit, timeout_s, is_gone)
         async for item in source.generate(wire_request(PROMPT, {"max_new_tokens": 50, **sampling})):
             items.append(item)
 
@@ -179,17 +185,18 @@ def test_the_error_of_a_request_that_may_not_move_is_the_replicas_own() -> None:
 
 
 def test_no_replica_in_time_is_an_error() -> None:
-    class Nobody(Replicas):
-        async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Item, None]:
-            if self.asked:
-                await asyncio.sleep(wait_limit(60))
-            async for item in super().generate(request):
-                yield item
-
-    replicas = Nobody([1, 2], "stop", [Attempt(1, 1, EngineUnavailable("died")), Attempt()])
-    items, error = ask(replicas, 3, timeout_s=0.05)
+    script = [Attempt(1, 1, EngineUnavailable("died")), Attempt(0, 1, HANGS)]
+    items, error = ask(Replicas([1, 2], "stop", script), 3, timeout_s=0.05)
     assert tokens_of(items) == [1]
     assert "within 0.05 s (migration_timeout_s)" in str(error)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_nobody_waits_for_a_deployment_that_is_gone(lost: int) -> None:
+    script = [Attempt(0, 1, EngineUnavailable("died"))] * lost + [Attempt(0, 1, HANGS)]
+    items, error = ask(Replicas([1, 2], "stop", script), 3, is_gone=lambda: True)
+    assert items == []
+    assert "none will come" in str(error)
 
 
 def test_the_time_to_move_is_no_limit_for_a_replica_that_answers() -> None:
@@ -226,11 +233,12 @@ def test_pauses_grow_and_begin_anew_after_progress(monkeypatch: pytest.MonkeyPat
     assert state.failed(died) == 1.0
 
 
-@pytest.mark.parametrize("during", ["an attempt", "the pause before one"])
+@pytest.mark.parametrize("during", ["an attempt", "the pause before one", "the wait for a replica"])
 def test_leaving_closes_the_attempt_and_makes_no_other(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migration, "FIRST_PAUSE_S", wait_limit(60))
+    if during == "the pause before one":
+        monkeypatch.setattr(migration, "FIRST_PAUSE_S", wait_limit(60))
     first = Attempt(loss=None) if during == "an attempt" else Attempt(1, 1, EngineUnavailable("died"))
-    replicas = Replicas(list(range(10)), "stop", [first, Attempt()])
+    replicas = Replicas(list(range(10)), "stop", [first, Attempt(0, 1, HANGS)])
 
     async def leave() -> None:
         items = Migrating(replicas, 3).generate(wire_request(PROMPT, {}))
@@ -245,7 +253,7 @@ def test_leaving_closes_the_attempt_and_makes_no_other(during: str, monkeypatch:
             await task
 
     asyncio.run(asyncio.wait_for(leave(), wait_limit(20)))
-    assert (len(replicas.asked), replicas.open) == (1, 0)
+    assert (len(replicas.asked), replicas.open) == (1 + (during == "the wait for a replica"), 0)
 
 
 # With text

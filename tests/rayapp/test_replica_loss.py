@@ -130,6 +130,7 @@ def test_O39_hanging_up_while_a_generation_moves(pair: App) -> None:
 def disturbed(app: App, asks: list[Ask], seed: int, kills: int) -> list[Answer]:
     """The answers to all asks at once while engines and replicas are killed at random moments."""
     rng = random.Random(seed)
+    kinds = ["replica", "engine"] if rng.random() < 0.5 else ["engine", "replica"]
     with ThreadPoolExecutor(len(asks)) as pool:
         running = [pool.submit(ask.run, app) for ask in asks]
         for number in range(kills):
@@ -137,9 +138,8 @@ def disturbed(app: App, asks: list[Ask], seed: int, kills: int) -> list[Answer]:
             while sum(one.done() for one in running) < due:
                 time.sleep(0.02)
             victims = wait_until(lambda: sorted(replicas(app)), 120, every=0.2)
-            what = rng.choice(["replica", "engine"])
-            kill(app, what, rng.choice(victims))
-            print(f"killed a {what} after {sum(one.done() for one in running)} of {len(asks)} answers")
+            kill(app, what := kinds[number % 2], rng.choice(victims))
+            print(f"{what} killed after {sum(one.done() for one in running)} of {len(asks)} answers")
         return [one.result(wait_limit(240)) for one in running]
 
 
@@ -232,13 +232,14 @@ def test_zz_an_application_that_goes_away_finishes_what_fits_its_grace(pair: App
 def test_O42_without_migration_streams_of_a_dead_replica_end_with_an_error(
     deploy: Callable[..., App], tiny_http_path: Path
 ) -> None:
-    """Four streams on each of two replicas, one of which is killed; the others end whole, and new requests succeed."""
+    """Eight streams and four other requests on two replicas, one of which is killed: what was there ends with an error,
+    the rest as ever, and new requests succeed."""
     app = deploy("fixed-app", **pair_args(tiny_http_path, 2, max_migrations=0))
-    asks = [Ask("greedy", f"{number}: once upon a time", 150) for number in range(8)]
+    asks = [Ask("whole" if number % 3 == 2 else "greedy", f"{number}: once upon a time", 150) for number in range(12)]
     alone = [ask.run(app) for ask in asks]
     with ThreadPoolExecutor(len(asks)) as pool:
         running = [pool.submit(ask.run, app) for ask in asks]
-        wait_until(lambda: all(len(ask.times) > 5 for ask in asks), 60, every=0.01)
+        wait_until(lambda: all(len(ask.times) > 5 for ask in asks if ask.kind == "greedy"), 60, every=0.01)
         on_victim = app.health()[victim := busiest(app)]["running"]
         kill(app, "replica", victim)
         ended = [one.exception(wait_limit(60)) for one in running]
@@ -264,20 +265,17 @@ def test_O43_health_tells_the_truth(deploy: Callable[..., App], serve_session: A
     model = tiny_model(tiny_http_path, num_gpus=None, num_cpus=0.2, stall_timeout_s=stall_s)
     url = f"{serve_session.url}/health-app"
 
-    def status() -> int:
-        started = time.monotonic()
-        answer = httpx.get(f"{url}/health", timeout=wait_limit(10))
-        assert time.monotonic() - started < wait_limit(1)
-        return answer.status_code
+    def status(limit_s: float = 1) -> int:
+        return httpx.get(f"{url}/health", timeout=wait_limit(limit_s)).status_code
 
     with ThreadPoolExecutor(40) as pool:
         starting = pool.submit(deploy, "health-app", models=[model], router={"max_migrations": 0})
         seen = set()
         while not starting.done():
-            seen.add(status())
-            time.sleep(0.1)
+            seen.add(status(30))  # held until the Router runs, which takes less than loading a model
+            time.sleep(0.05)
         app = starting.result()
-        assert seen & {503}
+        assert 503 in seen
         wait_until(lambda: status() == 200, 10)
 
         body = {"model": "tiny", "prompt": "x", "max_tokens": 300}

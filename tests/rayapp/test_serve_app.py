@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,7 +23,7 @@ from rayapp.api.errors import ApiError
 from rayapp.client import Client
 from rayapp.config import ModelConfig
 from rayapp.engine_actor import EngineActor
-from rayapp.failures import EngineUnavailable, InvalidRequest
+from rayapp.failures import InvalidRequest
 from tests.conftest import wait_limit
 from tests.models import ref
 from tests.rayapp.conftest import App, tiny_model
@@ -353,48 +350,6 @@ def test_leaving_a_python_stream_ends_the_request(tiny_app: App, client: Client)
 
 
 # Failures
-
-
-def test_O38_engine_dies_under_streams(tiny_app: App, client: Client) -> None:
-    """Its streams end with an error event and no [DONE], its other answers with 503; the other replica goes on and
-    a new one comes up."""
-    facts = tiny_app.facts()
-    prompt = f"A prefix that one replica holds. {OPENING}"
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4000}
-    url = f"{tiny_app.url}/v1/completions"
-    with stream(tiny_app, prompt=prompt, max_tokens=4000) as events, ThreadPoolExecutor(1) as pool:
-        whole = pool.submit(httpx.post, url, json=body, timeout=wait_limit(60))
-        for _ in range(5):
-            next(events)
-        wait_until(lambda: max(one["running"] for one in tiny_app.health().values()) == 2, 10)
-        (busy,) = (replica for replica, one in tiny_app.health().items() if one["running"])
-        victim, spared = sorted(facts, key=lambda one: bool(one["replica"] != busy))
-        os.kill(victim["engine"]["pid"], signal.SIGKILL)
-        rest: list[str] = []
-        with pytest.raises(httpx.RemoteProtocolError):  # closed without an end, so nobody takes it for a whole answer
-            deque(map(rest.append, events))
-    assert "[DONE]" not in rest
-    refused = whole.result(wait_limit(30))
-    assert refused.status_code == 503
-    assert refused.json()["error"]["type"] == "server_error"
-    last = json.loads(rest[-1])
-    assert last["error"]["type"] == "server_error"
-    assert not any(choice["finish_reason"] for data in rest[:-1] for choice in json.loads(data)["choices"])
-
-    def ask() -> str | None:
-        try:
-            return str(client.generate_ids("tiny", list(range(200)), max_new_tokens=2)["replica"])
-        except EngineUnavailable:
-            return None
-
-    assert wait_until(ask, 60) is not None
-
-    def replaced() -> bool:
-        now = set(tiny_app.health())
-        return len(now) == 2 and spared["replica"] in now and victim["replica"] not in now
-
-    wait_until(replaced, 60, every=0.5)
-    assert httpx.get(f"{tiny_app.url}/health").status_code == 200
 
 
 @pytest.fixture(scope="module")
