@@ -177,7 +177,7 @@ class ModelRunner:
         Args:
             masks: bool [rows, vocab_size], True where a token may be chosen; None allows all.
         """
-        scored = {row: prompt_logprobs(*asked) for row, asked in pending.prompts.items()}
+        scored = {row: prompt_logprobs(*asked, self._sampler.workspace) for row, asked in pending.prompts.items()}
         if not pending.requests:
             pending.set_sampled(None, scored)
             return

@@ -19,6 +19,7 @@ from engine.sampling.constraint import check_mask
 from engine.sampling.history import History, Ids, as_ids
 
 NEVER = float("-inf")
+_FINITE = (float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max))  # penalties that are so
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class LogitEdits:
         added: added one after the other.
         forced: (row, token ids int64 [n]) whose logits become 0, all others of the row -inf.
         banned: int64 [m] in the flattened logits, that become -inf.
-        excluded: (rows int64 [n] in ascending order, bool [n, vocab_size]); True becomes -inf.
+        allowed: (rows int64 [n], int64 [m] in the flattened logits): all others of the rows become -inf.
     """
 
     biased: Sparse | None = None
@@ -47,7 +48,7 @@ class LogitEdits:
     added: list[Sparse] = field(default_factory=list)
     forced: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     banned: torch.Tensor | None = None
-    excluded: tuple[torch.Tensor, torch.Tensor] | None = None
+    allowed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def apply(self, logits: torch.Tensor) -> None:
         """Make the changes in place: float32 [rows, vocab_size], contiguous, on any device."""
@@ -58,7 +59,8 @@ class LogitEdits:
         if self.repeated is not None:
             where, penalty = _to(self.repeated.where, device), _to(self.repeated.values, device)
             scores = flat.index_select(0, where)
-            flat.scatter_(0, where, torch.where(scores < 0, scores * penalty, scores / penalty))
+            negative = scores.clamp(max=0).mul_(penalty)
+            flat.scatter_(0, where, scores.clamp_(min=0).div_(penalty).add_(negative))
         for sparse in self.added:
             _add(flat, sparse)
         for row, ids in self.forced:
@@ -66,31 +68,44 @@ class LogitEdits:
             logits[row, _to(ids, device)] = 0.0
         if self.banned is not None:
             flat.index_fill_(0, _to(self.banned, device), NEVER)
-        if self.excluded is not None:
-            rows, excluded = _to(self.excluded[0], device), _to(self.excluded[1], device)
+        if self.allowed is not None:
+            rows, where = (_to(each, device) for each in self.allowed)
+            scores = flat.index_select(0, where)
             if len(rows) == len(logits):
-                logits.masked_fill_(excluded, NEVER)
+                logits.fill_(NEVER)
             else:
-                logits[rows] = logits[rows].masked_fill_(excluded, NEVER)
+                logits.index_fill_(0, rows, NEVER)
+            flat.scatter_(0, where, scores)
 
 
 class EditsBuilder:
     """Collects the edits of a step, one `add` a request that may have any.
+
+    Serves one step after the other and keeps nothing between them but memory.
 
     Attributes:
         errors: rows whose constraint failed, with the reason; their token means nothing.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self.errors: dict[int, str] = {}
         self._vocab_size = vocab_size
-        self._biased = _SparseBuilder(vocab_size)
-        self._repeated = _SparseBuilder(vocab_size)
-        self._penalties = _SparseBuilder(vocab_size)
-        self._logit_bias = _SparseBuilder(vocab_size)
-        self._banned = _SparseBuilder(vocab_size)
+        self._biased = _Entries(vocab_size)
+        self._repeated = _Entries(vocab_size)
+        self._penalties = _Entries(vocab_size)
+        self._logit_bias = _Entries(vocab_size)
+        self._banned = _Entries(vocab_size)
+        self._allowed = _Entries(vocab_size)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a step. What was built before is no longer to be used."""
+        self.errors: dict[int, str] = {}
         self._forced: list[tuple[int, torch.Tensor]] = []
-        self._excluded: dict[int, npt.NDArray[np.bool_]] = {}
+        self._restricted: list[int] = []
+        for entries in (
+            self._biased, self._repeated, self._penalties, self._logit_bias, self._banned, self._allowed
+        ):  # fmt: skip
+            entries.clear()
 
     def add(self, row: int, request: Request) -> None:
         """Collect the edits of a request's row; its `token_ids` must all be known."""
@@ -99,49 +114,47 @@ class EditsBuilder:
         if forced:
             self._forced.append((row, torch.tensor(forced)))
         else:
-            self._change(row, request)
+            if params.edits_logits:
+                self._change(row, request)
             if request.num_output_tokens < params.min_new_tokens:
                 self._ban(row, params.ending_ids)
         self._ban(row, params.suppress_tokens)
         if request.num_output_tokens == _begin(request):
             self._ban(row, params.begin_suppress_tokens)
-        if params.allowed_token_ids is not None:
-            self._excluded[row] = np.ones(self._vocab_size, np.bool_)
-            self._excluded[row][list(params.allowed_token_ids)] = False
+        mask = None
         if params.constraint is not None:
             try:
-                self._constrain(row, params.constraint.allowed(request.output_ids))
+                mask = params.constraint.allowed(request.output_ids)
+                if mask is not None:
+                    check_mask(mask)
             except BaseException as error:  # the constraint is the caller's code: only its own request may suffer
                 self.errors[row] = f"the constraint failed: {type(error).__name__}: {error}"
+                return
+        self._restrict(row, _history(request).allowed if params.allowed_token_ids is not None else None, mask)
 
     def build(self) -> LogitEdits | None:
-        """Everything that was collected; None when that is nothing."""
-        builders = (self._biased, self._repeated, self._penalties, self._logit_bias, self._banned)
-        biased, repeated, penalties, logit_bias, banned = (each.build() for each in builders)
+        """Everything that was collected; None when that is nothing. In memory that the next step uses again."""
+        banned = self._banned.build()
         edits = LogitEdits(
-            biased=biased,
-            repeated=repeated,
-            added=[each for each in (penalties, logit_bias) if each is not None],
+            biased=self._biased.build(),
+            repeated=self._repeated.build(),
+            added=[each for each in (self._penalties.build(), self._logit_bias.build()) if each is not None],
             forced=self._forced,
             banned=None if banned is None else banned.where,
         )
-        if self._excluded:
-            masks = np.stack(list(self._excluded.values()))
-            edits.excluded = torch.tensor(list(self._excluded)), torch.from_numpy(masks)
-        return edits if any(builders) or self._forced or self._excluded else None
+        if self._restricted:
+            edits.allowed = torch.tensor(self._restricted), self._allowed.where()
+        return None if edits == LogitEdits() else edits
 
     def _change(self, row: int, request: Request) -> None:
         """Edits that look at scores or at the tokens so far."""
         params, token_ids = request.params, request.token_ids
-        if not params.edits_logits:
-            return
-        if (history := request.history) is None:
-            history = request.history = History(params, request.num_prompt_tokens)
+        history = _history(request)
         history.update(token_ids)
         if history.biased is not None:
             self._biased.add(row, *history.biased.completing(token_ids))
         if history.seen is not None:
-            self._repeated.add(row, history.seen.ids, params.repetition_penalty)
+            self._repeated.add(row, history.seen.ids, np.clip(params.repetition_penalty, *_FINITE))
         if history.ngrams is not None:
             self._banned.add(row, history.ngrams.repeating(token_ids))
         if history.bad_words is not None:
@@ -157,33 +170,55 @@ class EditsBuilder:
             array = as_ids(ids)
             self._banned.add(row, array[array < self._vocab_size])
 
-    def _constrain(self, row: int, answer: npt.NDArray[np.bool_] | None) -> None:
-        if answer is None:
-            return
-        check_mask(answer)
-        excluded = np.ones(self._vocab_size, np.bool_)
-        excluded[: len(answer)] = ~answer[: self._vocab_size]
-        self._excluded[row] = excluded | self._excluded[row] if row in self._excluded else excluded
+    def _restrict(self, row: int, ids: Ids | None, mask: npt.NDArray[np.bool_] | None) -> None:
+        """To the ids, ascending, that are True in the mask; each of the two only if given."""
+        if mask is not None:
+            mask = mask[: self._vocab_size]
+            if ids is not None:
+                ids = ids[: np.searchsorted(ids, len(mask))]
+                ids = ids[mask[ids]]
+            elif 2 * np.count_nonzero(mask) < self._vocab_size:
+                ids = np.flatnonzero(mask)
+            else:  # the shorter list
+                self._banned.add(row, np.flatnonzero(~mask))
+                self._banned.add(row, np.arange(len(mask), self._vocab_size))
+        if ids is not None:
+            self._restricted.append(row)
+            self._allowed.add(row, ids)
 
 
-class _SparseBuilder:
+class _Entries:
+    """Places in the flattened logits and values, collected row by row in memory that grows to the largest step."""
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._where: list[Ids] = []
-        self._values: list[npt.NDArray[np.floating]] = []
+        self._size = 0
+        self._where: Ids = np.empty(0, np.int64)
+        self._values: npt.NDArray[np.float32] = np.empty(0, np.float32)
+
+    def clear(self) -> None:
+        self._size = 0
 
     def add(self, row: int, ids: Ids, values: npt.NDArray[np.floating] | float = NEVER) -> None:
-        if len(ids):
-            self._where.append(ids + row * self._vocab_size)
-            self._values.append(np.broadcast_to(np.asarray(values, np.float32), ids.shape))
+        begin, end = self._size, self._size + len(ids)
+        if end > len(self._where):
+            self._where = np.concatenate((self._where[:begin], np.empty(2 * end - begin, np.int64)))
+            self._values = np.concatenate((self._values[:begin], np.empty(2 * end - begin, np.float32)))
+        np.add(ids, row * self._vocab_size, out=self._where[begin:end])
+        self._values[begin:end] = values
+        self._size = end
 
-    def __bool__(self) -> bool:
-        return bool(self._where)
+    def where(self) -> torch.Tensor:
+        return torch.from_numpy(self._where[: self._size])
 
     def build(self) -> Sparse | None:
-        if not self:
-            return None
-        return Sparse(torch.from_numpy(np.concatenate(self._where)), torch.from_numpy(np.concatenate(self._values)))
+        return Sparse(self.where(), torch.from_numpy(self._values[: self._size])) if self._size else None
+
+
+def _history(request: Request) -> History:
+    if request.history is None:
+        request.history = History(request.params, request.num_prompt_tokens)
+    return request.history
 
 
 def _forced_ids(request: Request) -> tuple[int, ...]:

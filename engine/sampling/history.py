@@ -16,35 +16,58 @@ from engine.sampling.params import SamplingParams
 
 Ids = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
+_FEW = 16  # tokens up to which each is put in its place; from there on all are sorted
 
 
 class TokenCounts:
-    """The distinct tokens from position `start` on, in order of first appearance, and how often each comes."""
+    """The distinct tokens from position `start` on, ascending, and how often each comes.
+
+    In this order a row's logits are read and written from one end to the other: several times as fast.
+    """
 
     def __init__(self, start: int) -> None:
         self._read = start
-        self._slots: dict[int, int] = {}
-        self._ids: Ids = np.empty(64, np.int64)
-        self._counts: Values = np.zeros(64)
+        self._size = 0
+        self._ids: Ids = np.empty(0, np.int64)
+        self._counts: Values = np.empty(0)
 
     def update(self, token_ids: list[int]) -> None:
-        for token in token_ids[self._read :]:
-            slot = self._slots.setdefault(token, len(self._slots))
-            if slot == len(self._ids):
-                self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-            self._ids[slot] = token
-            self._counts[slot] += 1
-        self._read = len(token_ids)
+        new = token_ids[self._read :]
+        self._read += len(new)
+        if len(new) > _FEW:
+            self._merge(new)
+        else:
+            for token in new:
+                self._count(token)
 
     @property
     def ids(self) -> Ids:
         """Views that hold until the next update; `counts` is in the same order."""
-        return self._ids[: len(self._slots)]
+        return self._ids[: self._size]
 
     @property
     def counts(self) -> Values:
-        return self._counts[: len(self._slots)]
+        return self._counts[: self._size]
+
+    def _merge(self, token_ids: list[int]) -> None:
+        ids, places, counts = np.unique(
+            np.concatenate((self.ids, as_ids(token_ids))), return_inverse=True, return_counts=True
+        )
+        total = counts.astype(np.float64)
+        total[places[: self._size]] += self.counts - 1
+        self._ids, self._counts, self._size = ids, total, len(ids)
+
+    def _count(self, token: int) -> None:
+        size, at = self._size, int(self.ids.searchsorted(token))
+        if at == size or self._ids[at] != token:
+            if size == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.empty(size + 64, np.int64)))
+                self._counts = np.concatenate((self._counts, np.empty(size + 64)))
+            self._ids[at + 1 : size + 1] = self._ids[at:size]
+            self._counts[at + 1 : size + 1] = self._counts[at:size]
+            self._ids[at], self._counts[at] = token, 0
+            self._size += 1
+        self._counts[at] += 1
 
 
 class Ngrams:
@@ -104,9 +127,10 @@ class History:
         ngrams: of prompt and output.
         bad_words, biased: sequences that may be completed.
         logit_bias: token ids and biases.
+        allowed: the only ids that can be chosen, ascending.
     """
 
-    __slots__ = ("bad_words", "biased", "generated", "logit_bias", "ngrams", "seen")
+    __slots__ = ("allowed", "bad_words", "biased", "generated", "logit_bias", "ngrams", "seen")
 
     def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         penalised = params.frequency_penalty != 0 or params.presence_penalty != 0
@@ -117,6 +141,7 @@ class History:
         self.bad_words = Sequences((ids, never) for ids in params.bad_words_ids) if params.bad_words_ids else None
         self.biased = Sequences(params.sequence_bias) if params.sequence_bias else None
         self.logit_bias = _arrays(dict(params.logit_bias)) if params.logit_bias else None
+        self.allowed = None if params.allowed_token_ids is None else np.unique(as_ids(params.allowed_token_ids))
 
     def update(self, token_ids: list[int]) -> None:
         """Take in the tokens that are new since the last call; the list must have only grown."""

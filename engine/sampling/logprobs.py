@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.request import TokenLogprobs
-from engine.sampling.processors import Choice, most_likely
+from engine.sampling.processors import Choice, drop_below
+from engine.sampling.scores import Scores, Workspace
+from engine.sampling.search import most_likely
 
 _NEVER = float("-inf")
 _PROMPT_ROWS = 64  # positions of a prompt at once: bounds the float32 copies of their logits
@@ -55,23 +57,27 @@ class StepLogprobs:
         self.chosen = torch.zeros(num_rows, device=device)
         self._top: list[_Top] = []
 
-    def add(self, asked: LogprobRows, scores: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Rows that chose tokens int64 [n] and whose probabilities are the softmax of scores float [n, vocab]."""
-        values = scores.log_softmax(-1)
-        self.chosen[asked.rows] = values.gather(1, tokens[:, None]).squeeze(1)
-        if count := max(asked.counts):
+    def add(self, asked: LogprobRows, scores: Scores, tokens: torch.Tensor) -> None:
+        """Rows that chose tokens int64 [n] and whose probabilities are the softmax of the logits of `scores`."""
+        ids, count = tokens[:, None], max(asked.counts)
+        if count:
             # Ranked by score: two scores may round to the same log-probability.
-            ids = most_likely(scores, count)[1]
-            self._top.append(_Top(asked, ids, values.gather(1, ids)))
+            ids = torch.cat((ids, most_likely(scores, count)[1]), dim=1)
+        values = _log_softmax_at(scores, ids)
+        self.chosen[asked.rows] = values[:, 0]
+        if count:
+            self._top.append(_Top(asked, ids[:, 1:], values[:, 1:]))
 
-    def add_choice(self, asked: LogprobRows, at: list[int], scores: torch.Tensor, choice: Choice) -> None:
-        """Rows that drew from `scores` float32 [n, vocab]; those that ask are the rows `at` of it."""
-        kept_scores, log_total = scores[at], choice.log_total[at][:, None]
-        chosen = kept_scores.gather(1, choice.tokens[at][:, None])
+    def add_choice(self, asked: LogprobRows, at: list[int], scores: Scores, choice: Choice) -> None:
+        """Rows that drew from n rows of `scores`; those that ask are the rows `at` of it."""
+        log_total = choice.log_total[at][:, None]
+        least = None if choice.least is None else choice.least[at]
+        scores = scores.narrowed(at)
+        chosen = _of_kept(scores.at(choice.tokens[at][:, None]), least)
         self.chosen[asked.rows] = (chosen.double() - log_total).float().squeeze(1)
         if count := max(asked.counts):
-            values, ids = most_likely(kept_scores, count)
-            values = (values.double() - log_total).float()
+            values, ids = most_likely(scores, count)
+            values = (_of_kept(values, least).double() - log_total).float()
             dropped = torch.arange(values.shape[1], device=values.device) >= choice.kept[at][:, None]
             self._top.append(_Top(asked, ids, values.masked_fill_(dropped, _NEVER)))
 
@@ -84,25 +90,48 @@ class StepLogprobs:
         }
 
 
-def prompt_logprobs(logits: torch.Tensor, next_ids: torch.Tensor, k: int) -> list[TokenLogprobs]:
+def prompt_logprobs(
+    logits: torch.Tensor, next_ids: torch.Tensor, k: int, workspace: Workspace | None = None
+) -> list[TokenLogprobs]:
     """Log-probabilities of tokens under the model's own scores at the positions before them.
 
     Args:
         logits: floating [n, vocab], at n positions of a prompt; left as they are.
         next_ids: int64 [n], the token after each position.
         k: how many of the most likely tokens to list with each.
+        workspace: memory to use; own memory when None.
     """
     found: list[TokenLogprobs] = []
+    workspace = Workspace() if workspace is None else workspace
     for block, ids in zip(logits.split(_PROMPT_ROWS), next_ids.to(logits.device).split(_PROMPT_ROWS), strict=True):
-        block = block.float()
-        values = block.log_softmax(-1)
-        chosen = values.gather(1, ids[:, None]).squeeze(1).tolist()
-        lists: list[list[tuple[int, float]]] = [[] for _ in chosen]
+        scores = Scores(block.float().contiguous(), workspace)
+        ids = ids[:, None]
         if k:
-            top = most_likely(block, k)[1]
-            lists = _lists(top, values.gather(1, top))
-        found += [TokenLogprobs(*pair) for pair in zip(chosen, lists, strict=True)]
+            ids = torch.cat((ids, most_likely(scores, k)[1]), dim=1)
+        values = _log_softmax_at(scores, ids)
+        lists = _lists(ids[:, 1:], values[:, 1:])
+        found += [TokenLogprobs(*pair) for pair in zip(values[:, 0].tolist(), lists, strict=True)]
     return found
+
+
+def _log_softmax_at(scores: Scores, ids: torch.Tensor) -> torch.Tensor:
+    """Of the logits of n rows at ids int64 [n, m]: float32 [n, m]."""
+    values = torch.empty(ids.shape, device=ids.device)
+    for part, logits in scores.logit_pieces():
+        piece = scores.workspace.take("scores", logits.shape, logits.device)
+        values[part] = torch.log_softmax(logits, -1, out=piece).gather(1, ids[part])
+    return values
+
+
+def _of_kept(scores: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
+    """Scores [n, m] of drawn rows, -inf where exp(score) is 0 or under `least` float32 [n]: such tokens have no chance.
+
+    Without `least` they stay as they are: then the most likely ones of each row were counted.
+    """
+    if least is None:
+        return scores
+    weights = scores.exp()
+    return drop_below(least, weights, torch.empty_like(weights)).log_()
 
 
 def _lists(ids: torch.Tensor, values: torch.Tensor) -> list[list[tuple[int, float]]]:

@@ -23,6 +23,8 @@ from engine.sampling.logprobs import LogprobRows, StepLogprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.processors import Choice
 from engine.sampling.random import uniform
+from engine.sampling.scores import Scores, Workspace
+from engine.sampling.search import best_of
 
 _GREEDY_TEMPERATURE = 1e-5  # below it rounding decides between near ties: take the most likely token
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # float32 divides by these without 0/0 or inf/inf
@@ -148,18 +150,22 @@ class Sampler:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.workspace = Workspace()
+        self._edits = EditsBuilder(vocab_size)
         self._rows = _SortedRows([])
 
     def plan(self, requests: Sequence[Request]) -> SamplingPlan:
         """Plan for logits whose row i belongs to requests[i], all of whose tokens are known.
 
-        The requests' tokens are not read after this call. It may bring their `history` up to date.
+        The requests' tokens are not read after this call. It may bring their `history` up to date. The plan is to be
+        used before the next one is made, which takes its memory.
         """
         params = [request.params for request in requests]
         rows = self._rows
         if len(rows.params) != len(params) or not all(map(operator.is_, rows.params, params)):
             rows = self._rows = self._sort(params)
-        edits = EditsBuilder(self.vocab_size)
+        edits = self._edits
+        edits.clear()
         for row in rows.editing:
             request = requests[row]
             if request.params.edits_logits or request.num_output_tokens < request.params.min_new_tokens:
@@ -181,29 +187,45 @@ class Sampler:
             raise ValueError(
                 f"logits have shape {tuple(logits.shape)}; the plan is for {plan.num_rows} rows of {self.vocab_size}"
             )
-        logits = logits.float().contiguous()
+        logits = self._float32(logits)
         logprobs = StepLogprobs(plan.num_rows, logits.device) if plan.wants_logprobs else None
-        raw = logits[plan.raw.rows] if plan.raw else logits
+        raw = self._kept(logits, plan.raw.rows) if plan.raw and plan.edits is not None else None
         if plan.edits is not None:
             plan.edits.apply(logits)
-        best, tokens = processors.best_of(logits)
-        bad = ~best.isfinite()
+        best = best_of(logits)
+        tokens, bad = best.tokens, ~best.values.isfinite()
+        scores = Scores(logits, self.workspace, maxima=best.maxima)
         if plan.greedy and logprobs is not None:
-            scores = logits if len(plan.greedy.rows) == plan.num_rows else logits[plan.greedy.rows]
-            logprobs.add(plan.greedy, scores, tokens[plan.greedy.rows])
+            logprobs.add(plan.greedy, self._of(scores, plan.greedy.rows), tokens[plan.greedy.rows])
         for kind, group in plan.groups.items():
-            rows = group.rows.to(logits.device)
-            scores = logits if len(rows) == plan.num_rows else logits[rows]
-            scores = _scale(scores, best[rows], group.temperature.to(logits.device))
-            choice = _choose(kind, group, scores)
+            drawn = self._of(scores, group.numbers)
+            rows, device = group.rows.to(logits.device), logits.device
+            drawn.best, drawn.temperature = best.values[rows], group.temperature.to(device, torch.float32)
+            choice = _choose(kind, group, drawn)
             tokens[rows] = choice.tokens
             if group.asked and logprobs is not None:
-                logprobs.add_choice(group.asked, group.at, scores, choice)
+                logprobs.add_choice(group.asked, group.at, drawn, choice)
         if plan.raw and logprobs is not None:
+            raw = self._of(scores, plan.raw.rows) if raw is None else raw
             logprobs.add(plan.raw, raw, tokens[plan.raw.rows])
             bad |= logprobs.chosen.isnan()  # the edits may have hidden what is wrong
         tokens.masked_fill_(bad, 0)
         return Sampled(tokens, bad, logprobs, plan.certain, plan.errors)
+
+    def _float32(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.dtype == torch.float32:
+            return logits.contiguous()
+        return self.workspace.take("logits", logits.shape, logits.device).copy_(logits)
+
+    def _kept(self, logits: torch.Tensor, rows: list[int]) -> Scores:
+        """Logits of some rows that stay as they are."""
+        copy = self.workspace.take("raw logits", (len(rows), self.vocab_size), logits.device)
+        return Scores(torch.index_select(logits, 0, torch.tensor(rows, device=logits.device), out=copy), self.workspace)
+
+    @staticmethod
+    def _of(scores: Scores, rows: list[int]) -> Scores:
+        """Of these rows, in ascending order."""
+        return replace(scores) if len(rows) == len(scores) else scores.narrowed(rows)
 
     def _kind(self, params: SamplingParams) -> _Kind:
         if not params.do_sample or params.top_k == 1 or params.temperature < _GREEDY_TEMPERATURE:
@@ -252,17 +274,12 @@ class Sampler:
         return replace(group, uniform=torch.from_numpy(uniform(group.seeds, positions)))
 
 
-def _scale(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """In place: (logits - best) / temperature, float32 [n, vocab]."""
-    return logits.sub_(best[:, None]).div_(temperature.to(logits.dtype)[:, None])
-
-
-def _choose(kind: _Kind, group: RowGroup, scores: torch.Tensor) -> Choice:
-    device = scores.device
+def _choose(kind: _Kind, group: RowGroup, scores: Scores) -> Choice:
+    device = scores.logits.device
     top_p, min_p, draw = group.top_p.to(device), group.min_p.to(device), group.uniform.to(device)
     if kind is _Kind.VOCABULARY:
         some = min_p if bool((group.min_p > 0).any()) else None
-        return processors.choose_in_vocabulary_order(scores, some, draw, keep_scores=bool(group.asked))
+        return processors.choose_in_vocabulary_order(scores, some, draw)
     if kind is _Kind.NUCLEUS:
         return processors.choose_from_nucleus(scores, top_p, min_p, draw)
     choose = processors.choose_from_top_k if kind is _Kind.TOP_K else processors.choose_from_all_sorted

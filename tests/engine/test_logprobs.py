@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from engine.outputs import GenerationOutput, StepOutput
 from engine.request import Request, TokenLogprobs
-from engine.sampling import logprobs, processors
+from engine.sampling import logprobs, search
 from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.params import SamplingParams
-from engine.sampling.processors import most_likely
 from engine.sampling.sampler import Sampler
-from tests.engine.test_sampling import SETTINGS, normal, request, sampled, transformers_probs, with_ties
+from engine.sampling.search import most_likely
+from tests.engine.test_sampling import SETTINGS, as_scores, normal, request, sampled, transformers_probs, with_ties
 from tests.harness import Stepper, collect, running, tokens
 from tests.models import ref
 
@@ -50,7 +50,7 @@ class TestMostLikely:
         scores = normal(*shape, seed=5)
         scores = with_ties(scores) if ties else scores
         for count in (1, 2, 20, 200):
-            values, ids = most_likely(scores, count)
+            values, ids = most_likely(as_scores(scores), count)
             all_values, all_ids = torch.sort(scores, dim=-1, descending=True, stable=True)
             assert torch.equal(ids, all_ids[:, :count])
             assert torch.equal(values, all_values[:, :count])
@@ -58,14 +58,14 @@ class TestMostLikely:
     def test_when_everything_ties(self) -> None:
         scores = torch.zeros(3, 5000)
         scores[1, 4000] = 1.0
-        assert most_likely(scores, 3)[1].tolist() == [[0, 1, 2], [4000, 0, 1], [0, 1, 2]]
+        assert most_likely(as_scores(scores), 3)[1].tolist() == [[0, 1, 2], [4000, 0, 1], [0, 1, 2]]
 
     def test_sorts_whole_rows_only_for_ties(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(processors, "_SORT_ROWS", None)
-        most_likely(normal(4, 5000), 5)
+        monkeypatch.setattr(search, "SORT_ROWS", None)
+        most_likely(as_scores(normal(4, 5000)), 5)
         few = torch.full((1, 5000), -math.inf)
         few[0, [7, 9]] = 0.0
-        assert most_likely(few, 5)[1][0, :2].tolist() == [7, 9]
+        assert most_likely(as_scores(few), 5)[1][0, :2].tolist() == [7, 9]
 
 
 class TestTop:

@@ -25,6 +25,8 @@ from engine.sampling import processors
 from engine.sampling.params import SamplingParams
 from engine.sampling.processors import Choice
 from engine.sampling.sampler import Sampler, SamplingPlan
+from engine.sampling.scores import Scores, Workspace
+from engine.sampling.search import best_of, in_falling_order, most_likely
 
 
 def request(position: int = 0, prompt: int = 3, token_ids: Sequence[int] = (), **params: Any) -> Request:
@@ -84,6 +86,10 @@ def normal(*shape: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
 
 def with_ties(logits: torch.Tensor) -> torch.Tensor:
     return (logits * 2).round() / 2
+
+
+def as_scores(scores: torch.Tensor, maxima: torch.Tensor | None = None) -> Scores:
+    return Scores(scores, Workspace(), maxima=maxima)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -402,10 +408,10 @@ def test_partial_selection_is_as_good_as_sorting_everything(scale: float, ties: 
     min_p = torch.zeros(200, dtype=torch.float64)
     top_k = torch.arange(1, 201)
     everything = torch.full((200,), 4000)
-    nucleus = processors.choose_from_nucleus(scores.clone(), top_p, min_p, uniform)
-    top = processors.choose_from_top_k(scores.clone(), top_k, top_p, min_p, uniform)
+    nucleus = processors.choose_from_nucleus(as_scores(scores), top_p, min_p, uniform)
+    top = processors.choose_from_top_k(as_scores(scores), top_k, top_p, min_p, uniform)
     for found, limit in ((nucleus, everything), (top, top_k)):
-        sorted_choice = processors.choose_from_all_sorted(scores.clone(), limit, top_p, min_p, uniform)
+        sorted_choice = processors.choose_from_all_sorted(as_scores(scores), limit, top_p, min_p, uniform)
         assert torch.equal(found.tokens, sorted_choice.tokens)
         assert torch.equal(found.kept, sorted_choice.kept)
         torch.testing.assert_close(logprob(scores, found), logprob(scores, sorted_choice), atol=1e-6, rtol=0)
@@ -423,12 +429,13 @@ def test_searches_by_columns_find_what_whole_rows_hold(vocab: int, ties: bool) -
         scores = scores.round()
     scores[0] = 0.0
     scores[0, ::2] = -0.0
-    best, tokens = processors.best_of(scores)
+    best, tokens, maxima = best_of(scores)
     values, ids = torch.sort(scores, dim=-1, descending=True, stable=True)
     assert torch.equal(best, values[:, 0])
     assert torch.equal(tokens, ids[:, 0])
-    assert torch.equal(processors._sorted(scores)[1], ids)
+    assert torch.equal(in_falling_order(scores)[1], ids)
     for count in {1, min(5, vocab), vocab}:
-        found = processors.most_likely(scores, count)
-        assert torch.equal(found[0], values[:, :count])
-        assert torch.equal(found[1], ids[:, :count])
+        for columns in (None, maxima):
+            found = most_likely(as_scores(scores, columns), count)
+            assert torch.equal(found[0], values[:, :count])
+            assert torch.equal(found[1], ids[:, :count])
