@@ -15,7 +15,7 @@ import torch
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.delivery import Delivery
-from engine.execution.input_batch import make_input_batch
+from engine.execution.input_batch import InputPacker
 from engine.execution.kv_tensors import allocate
 from engine.execution.model_runner import Pending
 from engine.ops import make_ops
@@ -70,6 +70,7 @@ class ScriptedRunner:
         self.prepares = False
         self._ops = ops
         self._clock = clock
+        self._packer = InputPacker()
         self._sampler = Sampler(VOCAB)
 
     def launch(self, batch: ScheduledBatch, previous: Any = None) -> Pending:
@@ -77,11 +78,11 @@ class ScriptedRunner:
         prompts = []
         if self.prepares:
             with self._clock.part("input"):
-                inputs = make_input_batch(batch, previous.requests if previous else ())
+                inputs = self._packer.pack(batch, previous.requests if previous else ())
                 prompts = inputs.prompts
             with self._clock.part("plan"):
                 self._ops.plan(inputs.rows)
-        requests = [batch.requests[row] for row in batch.sampled]
+        requests = batch.sampled_requests
         with self._clock.part(_MODEL):
             logits = torch.empty(len(requests), 0)
         return Pending(requests, logits, prompts)

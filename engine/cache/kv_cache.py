@@ -176,28 +176,36 @@ class KVCache:
         Returns:
             False when too few blocks are free; then none is taken.
         """
-        entry, line = self._running(request)
-        computed, num_tokens = request.computed, request.num_tokens
-        if num_tokens <= entry.enough_tokens and computed < entry.enough_computed:
-            return True
-        layout = self._layout
-        for group in layout.windowed_groups:
-            start, first = entry.firsts[group], layout.first(group, computed)
-            behind = self._tables.read(group, line, start, first)
-            self._tables.write(group, line, start, [NULL_BLOCK] * len(behind))
-            entry.firsts[group] = first
-            self._pool.release(behind)
-        missing = [
-            (group, held, end - held)
-            for group, held in enumerate(entry.ends)
-            if (end := layout.end(group, computed, num_tokens)) > held
-        ]
-        if sum(count for _, _, count in missing) > self._pool.num_free:
+        return self.grow_all((request,))
+
+    def grow_all(self, requests: Iterable[Request]) -> bool:
+        """`grow` for several: False when too few blocks are free for all of them together; then none is taken."""
+        layout, total = self._layout, 0
+        growing: list[tuple[Entry, int]] = []
+        missing: list[tuple[Entry, int, int, int]] = []
+        for request in requests:
+            entry, line = self._running(request)
+            computed, num_tokens = request.computed, request.num_tokens
+            if num_tokens <= entry.enough_tokens and computed < entry.enough_computed:
+                continue
+            growing.append((entry, line))
+            for group in layout.windowed_groups:
+                self._drop_behind(entry, line, group, layout.first(group, computed))
+            for group, held in enumerate(entry.ends):
+                count = layout.end(group, computed, num_tokens) - held
+                if count > 0:
+                    missing.append((entry, line, group, count))
+                    total += count
+        if total > self._pool.num_free:
             return False
-        for group, held, count in missing:
-            self._tables.write(group, line, held, self._allocate(count))
+        blocks = self._allocate(total)
+        taken = 0
+        for entry, line, group, count in missing:
+            self._tables.write(group, line, entry.ends[group], blocks[taken : taken + count])
             entry.ends[group] += count
-        self._note_enough(entry)
+            taken += count
+        for entry, _ in growing:
+            self._note_enough(entry)
         return True
 
     def mark_scheduled(self, request: Request, end: int) -> list[int]:
@@ -376,6 +384,14 @@ class KVCache:
         for group, table in enumerate(tables):
             self._tables.write(group, entry.line, 0, table)
         self._note_enough(entry)
+
+    def _drop_behind(self, entry: Entry, line: int, group: int, first: int) -> None:
+        """Gives back the blocks before `first` of a running request in a group with a window."""
+        start = entry.firsts[group]
+        behind = self._tables.read(group, line, start, first)
+        self._tables.write(group, line, start, [NULL_BLOCK] * len(behind))
+        entry.firsts[group] = first
+        self._pool.release(behind)
 
     def _note_enough(self, entry: Entry) -> None:
         layout = self._layout
