@@ -179,16 +179,17 @@ class KVCache:
         return self.grow_all((request,))
 
     def grow_all(self, requests: Iterable[Request]) -> bool:
-        """`grow` for several: False when too few blocks are free for all of them together; then none is taken."""
+        """`grow` for several: False when too few blocks are free for all of them together, or one has more than
+        `max_tokens`; then none is taken."""
         layout, total = self._layout, 0
-        growing: list[tuple[Entry, int]] = []
         missing: list[tuple[Entry, int, int, int]] = []
         for request in requests:
             entry, line = self._running(request)
             computed, num_tokens = request.computed, request.num_tokens
             if num_tokens <= entry.enough_tokens and computed < entry.enough_computed:
                 continue
-            growing.append((entry, line))
+            if num_tokens > self._max_tokens:
+                return False
             for group in layout.windowed_groups:
                 self._drop_behind(entry, line, group, layout.first(group, computed))
             for group, held in enumerate(entry.ends):
@@ -203,9 +204,8 @@ class KVCache:
         for entry, line, group, count in missing:
             self._tables.write(group, line, entry.ends[group], blocks[taken : taken + count])
             entry.ends[group] += count
-            taken += count
-        for entry, _ in growing:
             self._note_enough(entry)
+            taken += count
         return True
 
     def mark_scheduled(self, request: Request, end: int) -> list[int]:
@@ -217,7 +217,9 @@ class KVCache:
             The blocks that got a hash; if the step fails they must lose it with `unhash`.
         """
         entry, line = self._running(request)
-        first, last = entry.hashed_end, min(end, len(request.token_ids)) // self.page_size
+        first, last = entry.hashed_end, end // self.page_size
+        if first < last:
+            last = min(last, len(request.token_ids) // self.page_size)
         if first >= last or not self.sharing:
             return []
         hashed = []
@@ -233,7 +235,7 @@ class KVCache:
 
     def calm_until(self, request: Request) -> int:
         """Up to how many tokens, all but the last computed, `grow` and `mark_scheduled` have nothing to do for it."""
-        entry, _ = self._running(request)
+        entry = self._entries[request.request_id]
         unhashed = (entry.hashed_end + 1) * self.page_size - 1 if self.sharing else entry.enough_tokens
         return min(entry.enough_tokens, entry.enough_computed, unhashed)
 
@@ -392,6 +394,7 @@ class KVCache:
         self._tables.write(group, line, start, [NULL_BLOCK] * len(behind))
         entry.firsts[group] = first
         self._pool.release(behind)
+        self._note_enough(entry)
 
     def _note_enough(self, entry: Entry) -> None:
         layout = self._layout

@@ -153,7 +153,10 @@ class _DecodeOrder:
         return cls(batch.table_of, starts, order, places, lines[order], np.ones_like(starts), offsets)
 
     def goes_on(self, lines: list[int], starts: np.ndarray) -> bool:
-        """Whether these are the same rows, one token further."""
+        """Whether these are the same rows, one token further.
+
+        Or others that took over their lines just there: they are packed right, and perhaps not next to their like.
+        """
         return lines == self.lines and np.array_equal(starts, self.starts + 1)
 
 

@@ -129,12 +129,12 @@ class Scheduler:
         if self._suspects:
             self._schedule_suspect(batch)
         else:
-            uneasy = self._uneasy()
-            preempted = self._secure_blocks(batch, uneasy)
+            awaiting, asking = self._uneasy()
+            preempted = self._secure_blocks(batch, asking)
             if preempted or batch.outgrown:
-                uneasy = self._uneasy()
+                awaiting, asking = self._uneasy()
             budget = self.max_batch_tokens
-            for requests in self._policy(*self._split(uneasy)):
+            for requests in self._policy(*self._split(awaiting, asking)):
                 budget -= self._add_rows(batch, requests, budget)
             if not preempted:
                 self._admit_waiting(batch, budget)
@@ -204,19 +204,22 @@ class Scheduler:
             insort(self._running, suspect, key=_order)
         self._add_row(batch, suspect, self.max_batch_tokens)
 
-    def _uneasy(self) -> list[Request]:
-        """Running requests that are no decodes of which only the number of tokens must be looked at, in their order."""
-        return [request for request in self._running if request.computed >= request.calm_until]
+    def _uneasy(self) -> tuple[list[Request], list[Request]]:
+        """Running requests in their order: those that wait for a token, and the others, but for decodes of which only
+        the number of tokens must be looked at."""
+        awaiting, asking = [], []
+        for request in self._running:
+            if request.computed >= request.calm_until:
+                (awaiting if self._awaits_token(request) else asking).append(request)
+        return awaiting, asking
 
-    def _secure_blocks(self, batch: ScheduledBatch, uneasy: list[Request]) -> bool:
-        """Makes sure that each running request has blocks for its known tokens; whether that took a preemption.
+    def _secure_blocks(self, batch: ScheduledBatch, asking: list[Request]) -> bool:
+        """Makes sure that these running requests have blocks for their known tokens; whether that took a preemption.
 
         Where there is not enough for all, the last in order gives way first, down to the request that asks. The first
         always finds room, or has outgrown the cache.
         """
-        asking = [request for request in uneasy if not self._awaits_token(request)]
-        longest = max((request.num_tokens for request in asking), default=0)
-        if longest <= self.cache.max_tokens and self.cache.grow_all(asking):
+        if self.cache.grow_all(asking):
             return False
         preempted = False
         for request in asking:
@@ -233,17 +236,12 @@ class Scheduler:
                     return True
         return preempted
 
-    def _split(self, uneasy: list[Request]) -> tuple[list[Request], list[Request]]:
+    def _split(self, awaiting: list[Request], asking: list[Request]) -> tuple[list[Request], list[Request]]:
         """Running requests with one token to compute, and those with more, without those that wait for a token."""
-        prefilling: list[Request] = []
-        others: set[Request] = set()
-        for request in uneasy:
-            if self._awaits_token(request):
-                request.skipped_steps += 1
-                others.add(request)
-            elif request.remaining > 1:
-                prefilling.append(request)
-                others.add(request)
+        for request in awaiting:
+            request.skipped_steps += 1
+        prefilling = [request for request in asking if request.remaining > 1]
+        others = {*awaiting, *prefilling}
         if not others:
             return self._running, prefilling
         return [request for request in self._running if request not in others], prefilling
