@@ -112,7 +112,8 @@ class BlockPool:
             raise RuntimeError(f"block {block} is free and cannot be given a hash")
         if block_hash in self._by_hash:
             return False
-        self._forget_hash(block)
+        if self._hashes[block] is not None:
+            self._forget_hash(block)
         self._hashes[block] = block_hash
         self._by_hash[block_hash] = block
         return True

@@ -226,7 +226,7 @@ class KVCache:
         for index in range(first, last):
             own_hash = entry.hash(request.token_ids, index, self.page_size)
             for group, array in enumerate(self._tables.arrays):
-                block = int(array[line, index])
+                block = array.item(line, index)
                 if block != NULL_BLOCK and self._set_hash(block, (group, own_hash)):
                     hashed.append(block)
         entry.note_hashed(last)
@@ -236,8 +236,11 @@ class KVCache:
     def calm_until(self, request: Request) -> int:
         """Up to how many tokens, all but the last computed, `grow` and `mark_scheduled` have nothing to do for it."""
         entry = self._entries[request.request_id]
-        unhashed = (entry.hashed_end + 1) * self.page_size - 1 if self.sharing else entry.enough_tokens
-        return min(entry.enough_tokens, entry.enough_computed, unhashed)
+        calm = entry.enough_tokens if entry.enough_tokens < entry.enough_computed else entry.enough_computed
+        if not self.sharing:
+            return calm
+        unhashed = (entry.hashed_end + 1) * self.page_size - 1
+        return unhashed if unhashed < calm else calm
 
     def release(self, request: Request) -> None:
         """Gives the blocks of a preempted request back; they stay findable until reused, the first ones longest."""
