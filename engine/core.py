@@ -21,8 +21,6 @@ from engine.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_ENDED = int(RequestStatus.FINISHED)  # from here on
-
 
 class Runner(Protocol):
     """Runs the model on scheduled batches. Any method may raise what the model raises."""
@@ -151,17 +149,16 @@ class EngineCore:
     def _update(self, batch: ScheduledBatch, result: StepOutput) -> list[GenerationOutput]:
         """Append the sampled tokens and end what is complete.
 
-        Passed over are requests that have left since, or became suspects and so start again from their known tokens.
+        Passed over are requests that have ended since, or became suspects and so start again from their known tokens.
         """
         outputs = []
         self.checksum = zlib.crc32(array("q", result.token_ids), self.checksum)
         now = time.perf_counter()
-        requests, errors, has_suspects = batch.requests, result.errors, self.scheduler.has_suspects
+        errors, has_suspects = result.errors, self.scheduler.has_suspects
         for row, logprobs in result.prompt_logprobs.items():
             batch.requests[row].add_prompt_logprobs(batch.starts[row] + 1, logprobs)
-        for i, (row, token) in enumerate(zip(batch.sampled, result.token_ids, strict=True)):
-            request = requests[row]
-            if not request.unknown or request.status >= _ENDED:
+        for i, (request, token) in enumerate(zip(batch.sampled_requests, result.token_ids, strict=True)):
+            if not request.unknown:
                 continue
             request.unknown -= 1
             if errors and i in errors:
@@ -243,5 +240,6 @@ def _ended(request: Request, status: RequestStatus, reason: FinishReason) -> Gen
     request.status = status
     request.finish_reason = reason
     request.finished_time = time.perf_counter()
+    request.unknown = 0  # what is still being sampled is not wanted
     request.history = None  # outputs keep the request, and need none of it
     return GenerationOutput(request)

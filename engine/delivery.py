@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from engine.outputs import GenerationOutput
+from engine.outputs import FINISHED, GenerationOutput
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Delivery:
         """Deliver one step's outputs. One wake-up per event loop, whatever their number."""
         calls: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[ResultHandler, GenerationOutput]]]
         calls = defaultdict(list)
+        last_loop, on_last_loop = None, calls[None]
         with self._lock:
             boxes = self._boxes
             for output in outputs:
@@ -110,8 +111,10 @@ class Delivery:
                     continue
                 if box.receiver is not None:
                     handler, loop = box.receiver
-                    calls[loop].append((handler, output))
-                    if output.is_finished():
+                    if loop is not last_loop:
+                        last_loop, on_last_loop = loop, calls[loop]
+                    on_last_loop.append((handler, output))
+                    if output.status >= FINISHED:
                         self._closed_one(request_id, box)
                     continue
                 self._published += 1

@@ -19,7 +19,7 @@ from engine.deadlines import Deadlines, Expired
 from engine.delivery import Delivery, Receiver
 from engine.distributed.coordinator import Alone, Coordinator, Item, Turn
 from engine.execution.threads import compute_threads, use_compute_threads
-from engine.outputs import GenerationOutput
+from engine.outputs import FINISHED, GenerationOutput
 from engine.pausing import PauseGate
 from engine.request import FinishReason, Request, RequestStatus
 from engine.waiting_room import WaitingRoom
@@ -333,7 +333,7 @@ class EngineLoop:
     def _publish(self, outputs: list[GenerationOutput]) -> None:
         if not outputs:
             return
-        ended = [output.request_id for output in outputs if output.is_finished()]
+        ended = [output.request_id for output in outputs if output.status >= FINISHED]
         if ended:
             with self._lock:
                 for request_id in ended:

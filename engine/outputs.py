@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.request import FinishReason, Request, RequestStatus, TokenLogprobs
 
-_FINISHED = int(RequestStatus.FINISHED)
+FINISHED = int(RequestStatus.FINISHED)  # from here on a status is terminal
 
 
 @dataclass(slots=True)
@@ -42,10 +42,11 @@ class GenerationOutput:
         cached_tokens: prompt tokens that the prefix cache answered.
     """
 
-    __slots__ = ("_num_tokens", "_others", "_request", "status")
+    __slots__ = ("_num_tokens", "_others", "_request", "request_id", "status")
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self.request_id = request.request_id
         self.status = request.status
         self._num_tokens = len(request.token_ids)
         params = request.params
@@ -61,10 +62,6 @@ class GenerationOutput:
     @property
     def error(self) -> str | None:
         return self._request.error if self.is_finished() else None
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
 
     @property
     def created_time(self) -> float:
@@ -126,7 +123,7 @@ class GenerationOutput:
 
     def is_finished(self) -> bool:
         """True once the request has ended, however it ended."""
-        return self.status >= _FINISHED
+        return self.status >= FINISHED
 
     def __repr__(self) -> str:
         return (

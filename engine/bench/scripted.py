@@ -6,8 +6,7 @@ Made by the step benchmark and by the tests that count a step's work. Knows no m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.delivery import Delivery
-from engine.execution.input_batch import make_input_batch
+from engine.execution.input_batch import InputPacker
 from engine.execution.kv_tensors import allocate
 from engine.execution.model_runner import Pending
 from engine.ops import make_ops
@@ -49,14 +48,15 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was spent."""
+        """Forget what was spent, and begin."""
         self.spent = dict.fromkeys((*PARTS, _MODEL), 0.0)
+        self._last = time.thread_time()
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        begun = time.thread_time()
-        yield
-        self.spent[name] += time.thread_time() - begun
+    def lap(self, part: str) -> None:
+        """What was spent since the last call belongs to `part`."""
+        now = time.thread_time()
+        self.spent[part] += now - self._last
+        self._last = now
 
 
 class ScriptedRunner:
@@ -70,30 +70,32 @@ class ScriptedRunner:
         self.prepares = False
         self._ops = ops
         self._clock = clock
+        self._packer = InputPacker()
         self._sampler = Sampler(VOCAB)
 
     def launch(self, batch: ScheduledBatch, previous: Any = None) -> Pending:
         """See `Runner.launch`."""
+        self._clock.lap("update")
         prompts = []
         if self.prepares:
-            with self._clock.part("input"):
-                inputs = make_input_batch(batch, previous.requests if previous else ())
-                prompts = inputs.prompts
-            with self._clock.part("plan"):
-                self._ops.plan(inputs.rows)
-        requests = [batch.requests[row] for row in batch.sampled]
-        with self._clock.part(_MODEL):
-            logits = torch.empty(len(requests), 0)
-        return Pending(requests, logits, prompts)
+            inputs = self._packer.pack(batch, previous.requests if previous else ())
+            prompts = inputs.prompts
+            self._clock.lap("input")
+            self._ops.plan(inputs.rows)
+            self._clock.lap("plan")
+        logits = torch.empty(len(batch.sampled), 0)
+        self._clock.lap(_MODEL)
+        return Pending(batch.sampled_requests, logits, prompts)
 
     def sample(self, pending: Pending) -> None:
         """See `Runner.sample`."""
+        self._clock.lap("update")
         if self.prepares:
-            with self._clock.part("sample plan"):
-                self._sampler.plan(pending.requests)
-        with self._clock.part(_MODEL):
-            rows = len(pending.requests)
-            tokens, bad = torch.full((rows,), _TOKEN), torch.zeros(rows, dtype=torch.bool)
+            self._sampler.plan(pending.requests)
+            self._clock.lap("sample plan")
+        rows = len(pending.requests)
+        tokens, bad = torch.full((rows,), _TOKEN), torch.zeros(rows, dtype=torch.bool)
+        self._clock.lap(_MODEL)
         pending.set_sampled(Sampled(tokens, bad, None, LogprobRows(), {}), {})
 
     def probe(self) -> None:
@@ -155,14 +157,10 @@ class ScriptedEngine:
 
     def step(self) -> int:
         """One step and the delivery of what it brings; how many outputs that is."""
-        spent = self.clock.spent
-        known = sum(spent.values())
-        begun = time.thread_time()
         outputs = self._core.step()
-        stepped = time.thread_time()
-        spent["update"] += stepped - begun - (sum(spent.values()) - known)  # what is left of the step
-        with self.clock.part("deliver"):
-            self._delivery.publish(outputs)
+        self.clock.lap("update")  # what is left of the step
+        self._delivery.publish(outputs)
+        self.clock.lap("deliver")
         return len(outputs)
 
     def _add(self, request: Request) -> None:
@@ -170,5 +168,7 @@ class ScriptedEngine:
         self._core.add(request)
 
     def _timed_schedule(self) -> ScheduledBatch:
-        with self.clock.part("schedule"):
-            return self._schedule()
+        self.clock.lap("update")
+        batch = self._schedule()
+        self.clock.lap("schedule")
+        return batch

@@ -70,17 +70,20 @@ class BlockPool:
         """
         if count > self._num_free:
             raise RuntimeError(f"{count} blocks asked for, {self._num_free} of {self.num_blocks} are free")
+        after = self._next[NULL_BLOCK]
         blocks = []
         for _ in range(count):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
-            self._references[block] = 1
+            blocks.append(after)
+            self._references[after] = 1
+            after = self._next[after]
+        self._next[NULL_BLOCK], self._previous[after] = after, NULL_BLOCK
+        self._num_free -= count
+        for block in blocks:
             block_hash = self._hashes[block]
             if block_hash is not None:
                 self._forget_hash(block)
                 if self._on_evict is not None:
                     self._on_evict(block, block_hash)
-            blocks.append(block)
         return blocks
 
     def acquire(self, block: int) -> None:
@@ -109,7 +112,8 @@ class BlockPool:
             raise RuntimeError(f"block {block} is free and cannot be given a hash")
         if block_hash in self._by_hash:
             return False
-        self._forget_hash(block)
+        if self._hashes[block] is not None:
+            self._forget_hash(block)
         self._hashes[block] = block_hash
         self._by_hash[block_hash] = block
         return True

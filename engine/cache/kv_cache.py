@@ -176,28 +176,36 @@ class KVCache:
         Returns:
             False when too few blocks are free; then none is taken.
         """
-        entry, line = self._running(request)
-        computed, num_tokens = request.computed, request.num_tokens
-        if num_tokens <= entry.enough_tokens and computed < entry.enough_computed:
-            return True
-        layout = self._layout
-        for group in layout.windowed_groups:
-            start, first = entry.firsts[group], layout.first(group, computed)
-            behind = self._tables.read(group, line, start, first)
-            self._tables.write(group, line, start, [NULL_BLOCK] * len(behind))
-            entry.firsts[group] = first
-            self._pool.release(behind)
-        missing = [
-            (group, held, end - held)
-            for group, held in enumerate(entry.ends)
-            if (end := layout.end(group, computed, num_tokens)) > held
-        ]
-        if sum(count for _, _, count in missing) > self._pool.num_free:
+        return self.grow_all((request,))
+
+    def grow_all(self, requests: Iterable[Request]) -> bool:
+        """`grow` for several: False when too few blocks are free for all of them together, or one has more than
+        `max_tokens`; then none is taken."""
+        layout, total = self._layout, 0
+        missing: list[tuple[Entry, int, int, int]] = []
+        for request in requests:
+            entry, line = self._running(request)
+            computed, num_tokens = request.computed, request.num_tokens
+            if num_tokens <= entry.enough_tokens and computed < entry.enough_computed:
+                continue
+            if num_tokens > self._max_tokens:
+                return False
+            for group in layout.windowed_groups:
+                self._drop_behind(entry, line, group, layout.first(group, computed))
+            for group, held in enumerate(entry.ends):
+                count = layout.end(group, computed, num_tokens) - held
+                if count > 0:
+                    missing.append((entry, line, group, count))
+                    total += count
+        if total > self._pool.num_free:
             return False
-        for group, held, count in missing:
-            self._tables.write(group, line, held, self._allocate(count))
+        blocks = self._allocate(total)
+        taken = 0
+        for entry, line, group, count in missing:
+            self._tables.write(group, line, entry.ends[group], blocks[taken : taken + count])
             entry.ends[group] += count
-        self._note_enough(entry)
+            self._note_enough(entry)
+            taken += count
         return True
 
     def mark_scheduled(self, request: Request, end: int) -> list[int]:
@@ -209,14 +217,16 @@ class KVCache:
             The blocks that got a hash; if the step fails they must lose it with `unhash`.
         """
         entry, line = self._running(request)
-        first, last = entry.hashed_end, min(end, len(request.token_ids)) // self.page_size
+        first, last = entry.hashed_end, end // self.page_size
+        if first < last:
+            last = min(last, len(request.token_ids) // self.page_size)
         if first >= last or not self.sharing:
             return []
         hashed = []
         for index in range(first, last):
             own_hash = entry.hash(request.token_ids, index, self.page_size)
             for group, array in enumerate(self._tables.arrays):
-                block = int(array[line, index])
+                block = array.item(line, index)
                 if block != NULL_BLOCK and self._set_hash(block, (group, own_hash)):
                     hashed.append(block)
         entry.note_hashed(last)
@@ -225,9 +235,12 @@ class KVCache:
 
     def calm_until(self, request: Request) -> int:
         """Up to how many tokens, all but the last computed, `grow` and `mark_scheduled` have nothing to do for it."""
-        entry, _ = self._running(request)
-        unhashed = (entry.hashed_end + 1) * self.page_size - 1 if self.sharing else entry.enough_tokens
-        return min(entry.enough_tokens, entry.enough_computed, unhashed)
+        entry = self._entries[request.request_id]
+        calm = entry.enough_tokens if entry.enough_tokens < entry.enough_computed else entry.enough_computed
+        if not self.sharing:
+            return calm
+        unhashed = (entry.hashed_end + 1) * self.page_size - 1
+        return unhashed if unhashed < calm else calm
 
     def release(self, request: Request) -> None:
         """Gives the blocks of a preempted request back; they stay findable until reused, the first ones longest."""
@@ -375,6 +388,15 @@ class KVCache:
         entry.ends = list(map(len, tables))
         for group, table in enumerate(tables):
             self._tables.write(group, entry.line, 0, table)
+        self._note_enough(entry)
+
+    def _drop_behind(self, entry: Entry, line: int, group: int, first: int) -> None:
+        """Gives back the blocks before `first` of a running request in a group with a window."""
+        start = entry.firsts[group]
+        behind = self._tables.read(group, line, start, first)
+        self._tables.write(group, line, start, [NULL_BLOCK] * len(behind))
+        entry.firsts[group] = first
+        self._pool.release(behind)
         self._note_enough(entry)
 
     def _note_enough(self, entry: Entry) -> None:

@@ -16,6 +16,7 @@ HASH_BYTES = 16
 BlockKey = tuple[int, bytes]  # (layer group, hash): what a cached block holds
 
 _KEY = os.urandom(32)
+_BLOCK = blake2b(digest_size=HASH_BYTES, key=_KEY, person=b"block")
 
 
 def root_hash(salt: bytes) -> bytes:
@@ -25,4 +26,7 @@ def root_hash(salt: bytes) -> bytes:
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The hash of a full block whose predecessor has the hash `parent`, 16 bytes."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=HASH_BYTES, key=_KEY, person=b"block").digest()
+    state = _BLOCK.copy()  # sooner had than made
+    state.update(parent)
+    state.update(array("q", token_ids))
+    return state.digest()

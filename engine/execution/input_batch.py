@@ -1,6 +1,7 @@
 """Turns a `ScheduledBatch` into the arrays of one forward pass.
 
-Called by the model runner once a step. Reads requests and block tables, changes nothing; everything stays on the host.
+Called by the model runner once a step. Reads requests and block tables and changes neither; everything stays on the
+host.
 """
 
 from __future__ import annotations
@@ -72,16 +73,95 @@ class InputBatch:
         return len(self.input_ids)
 
 
-def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *, cached: bool = True) -> InputBatch:
-    """Packs the rows: those of one token first, in the order of `neighbours`, then the others as scheduled.
+class InputPacker:
+    """Packs steps one after another, and keeps what a step has in common with the one before."""
 
-    Args:
-        previous: requests that the step before this one is sampling, in its order.
-        cached: False leaves the cache alone: every row must start at 0.
+    def __init__(self) -> None:
+        self._decodes: _DecodeOrder | None = None
 
-    Raises:
-        RuntimeError: a token is not known and nobody is sampling it.
+    def pack(self, batch: ScheduledBatch, previous: Sequence[Request] = (), *, cached: bool = True) -> InputBatch:
+        """Packs the rows: those of one token first, in the order of `neighbours`, then the others as scheduled.
+
+        Rows that all went one token further since the last call keep their order.
+
+        Args:
+            previous: requests that the step before this one is sampling, in its order.
+            cached: False leaves the cache alone: every row must start at 0.
+
+        Returns:
+            Arrays that may be shared with the next call's: they are to be read only.
+
+        Raises:
+            RuntimeError: a token is not known and nobody is sampling it.
+        """
+        if cached and len(batch.sampled) == len(batch.requests) == batch.num_tokens:
+            return self._pack_decodes(batch, previous)
+        return _pack(batch, previous, cached)
+
+    def _pack_decodes(self, batch: ScheduledBatch, previous: Sequence[Request]) -> InputBatch:
+        """`_pack` for rows of one token that are all sampled: so no prompt of theirs is left to be scored."""
+        starts, decodes = np.array(batch.starts, dtype=np.int64), self._decodes
+        if decodes is None or not decodes.goes_on(batch.table_of, starts):
+            self._decodes = decodes = _DecodeOrder.of(batch, starts)
+        decodes.starts = starts
+        token_ids, unknown = _next_ids(batch.requests, batch.starts)
+        positions = starts[decodes.order]
+        return InputBatch(
+            input_ids=np.array(token_ids, dtype=np.int64)[decodes.order],
+            position_ids=positions,
+            keep=decodes.places,
+            rows=PackedRows(
+                starts=positions,
+                counts=decodes.counts,
+                offsets=decodes.offsets,
+                block_tables=batch.block_tables,
+                table_of=decodes.table_of,
+                num_single=len(starts),
+            ),
+            prompts=[],
+            carried=_carried(decodes.places[unknown], [batch.requests[row] for row in unknown], previous),
+        )
+
+
+@dataclass(slots=True)
+class _DecodeOrder:
+    """How a step of one-token rows is packed, which holds for as long as the same rows go on.
+
+    Attributes:
+        lines: of the block tables, of each row of the batch.
+        starts: int64 [rows], of each row of the batch in the last step.
+        order: int64 [rows], the row of the batch at each place.
+        places: int64 [rows], the place of each row of the batch.
+        table_of, counts, offsets: as in `PackedRows`.
     """
+
+    lines: list[int]
+    starts: np.ndarray
+    order: np.ndarray
+    places: np.ndarray
+    table_of: np.ndarray
+    counts: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, starts: np.ndarray) -> _DecodeOrder:
+        """For the rows of a batch."""
+        lines, offsets = np.array(batch.table_of, dtype=np.int64), np.arange(len(starts))
+        order = neighbours(batch.block_tables[0], lines, starts)
+        places = np.empty_like(order)
+        places[order] = offsets
+        return cls(batch.table_of, starts, order, places, lines[order], np.ones_like(starts), offsets)
+
+    def goes_on(self, lines: list[int], starts: np.ndarray) -> bool:
+        """Whether these are the same rows, one token further.
+
+        Or others that took over their lines just there: they are packed right, and perhaps not next to their like.
+        """
+        return lines == self.lines and np.array_equal(starts, self.starts + 1)
+
+
+def _pack(batch: ScheduledBatch, previous: Sequence[Request], cached: bool) -> InputBatch:
+    """See `InputPacker.pack`."""
     counts = np.array(batch.counts, dtype=np.int64)
     starts = np.array(batch.starts, dtype=np.int64)
     single = counts == 1 if cached else np.zeros(len(counts), dtype=bool)
@@ -94,13 +174,10 @@ def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *,
     counts, starts, table_of = counts[order], starts[order], table_of[order]
     offsets = np.cumsum(counts) - counts
     requests = [batch.requests[row] for row in order.tolist()]
-    token_ids, unknown = _token_ids(requests, starts.tolist(), counts.tolist(), num_single)
-    positions = starts
-    if num_single < len(requests):
-        positions = np.arange(len(token_ids)) + np.repeat(starts - offsets, counts)
+    token_ids, unknown = _token_ids(requests, starts.tolist(), counts.tolist())
     lasts = np.empty_like(offsets)
     lasts[order] = offsets + counts - 1
-    keep = lasts if len(batch.sampled) == len(lasts) else lasts[np.array(batch.sampled, dtype=np.int64)]
+    keep = lasts[np.array(batch.sampled, dtype=np.int64)]
     prompts, prompt_keep = _prompt_parts(batch, lasts, len(keep))
     rows = PackedRows(
         starts=starts,
@@ -110,13 +187,14 @@ def make_input_batch(batch: ScheduledBatch, previous: Sequence[Request] = (), *,
         table_of=table_of,
         num_single=num_single,
     )
+    lasts = offsets + counts - 1
     return InputBatch(
         input_ids=np.array(token_ids, dtype=np.int64),
-        position_ids=positions,
+        position_ids=np.arange(len(token_ids)) + np.repeat(starts - offsets, counts),
         keep=np.concatenate([keep, *prompt_keep]) if prompts else keep,
         rows=rows,
         prompts=prompts,
-        carried=_carried(unknown, previous) if unknown else None,
+        carried=_carried(lasts[unknown], [requests[row] for row in unknown], previous),
     )
 
 
@@ -145,23 +223,29 @@ def pad(inputs: InputBatch, num_tokens: int, trash_block: int, page_size: int) -
     )
 
 
-def _token_ids(
-    requests: list[Request], starts: list[int], counts: list[int], num_single: int
-) -> tuple[list[int], list[tuple[int, Request]]]:
-    """The tokens of rows in packed order, 0 where one is not known yet, and where these are; raises RuntimeError."""
+def _next_ids(requests: list[Request], starts: list[int]) -> tuple[list[int], list[int]]:
+    """The one token of each row, 0 where it is not known yet, and the rows where it is not; raises RuntimeError."""
     try:
-        token_ids = [request.token_ids[start] for request, start in zip(requests[:num_single], starts, strict=False)]
-    except IndexError:  # some are not known
-        token_ids = []
-    unknown: list[tuple[int, Request]] = []
-    for row in range(len(token_ids), len(requests)):
-        request, start = requests[row], starts[row]
-        known = request.token_ids[start : start + counts[row]]
-        token_ids += known
-        if len(known) < counts[row]:
-            if len(known) < counts[row] - 1:
+        return [request.token_ids[start] for request, start in zip(requests, starts, strict=True)], []
+    except IndexError:
+        return _token_ids(requests, starts, [1] * len(starts))
+
+
+def _token_ids(requests: list[Request], starts: list[int], counts: list[int]) -> tuple[list[int], list[int]]:
+    """The tokens of rows one after another, 0 where one is not known yet, and the rows whose last one is not.
+
+    Raises:
+        RuntimeError: more than the last token of a row is not known.
+    """
+    token_ids: list[int] = []
+    unknown: list[int] = []
+    for row, (request, start, count) in enumerate(zip(requests, starts, counts, strict=True)):
+        missing = start + count - len(request.token_ids)
+        token_ids += request.token_ids[start : start + count]
+        if missing > 0:
+            if missing > 1:
                 raise RuntimeError(f"request {request.request_id!r} is scheduled beyond its tokens")
-            unknown.append((len(token_ids), request))
+            unknown.append(row)
             token_ids.append(0)
     return token_ids, unknown
 
@@ -184,15 +268,17 @@ def _prompt_parts(batch: ScheduledBatch, lasts: np.ndarray, kept: int) -> tuple[
     return parts, keep
 
 
-def _carried(unknown: list[tuple[int, Request]], previous: Sequence[Request]) -> Carried:
+def _carried(at: np.ndarray, requests: list[Request], previous: Sequence[Request]) -> Carried | None:
+    """The tokens of these requests, which belong to places `at`; None when there are none."""
+    if not requests:
+        return None
+    if requests == previous:
+        return Carried(at, np.arange(len(at)))
     places = {id(request): i for i, request in enumerate(previous)}
-    for _, request in unknown:
+    for request in requests:
         if id(request) not in places:
             raise RuntimeError(f"a token of request {request.request_id!r} is not known and no step is sampling it")
-    return Carried(
-        at=np.array([at for at, _ in unknown]),
-        source=np.array([places[id(request)] for _, request in unknown]),
-    )
+    return Carried(at, np.array([places[id(request)] for request in requests]))
 
 
 def _with_trash(table: np.ndarray, num_blocks: int, trash_block: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from engine.acceleration import CompileSettings
 from engine.execution.compilation import compile_forward
 from engine.execution.forward import Forward, FusedForward
 from engine.execution.graphs import CudaGraphs, GraphBackend, GraphRunner, StepShape
-from engine.execution.input_batch import PromptPart, make_input_batch
+from engine.execution.input_batch import InputPacker, PromptPart
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.paths import DecodePath, MixedPath, PathSizes
 from engine.model.fusing import fuse
@@ -127,6 +127,7 @@ class ModelRunner:
         self._source = source
         self._facts = facts = model_facts(model)
         self._sampler = sampler or Sampler(facts.vocab_size)
+        self._packer = InputPacker()
         self._device = next(model.parameters()).device
         self._num_groups = len(settings.groups)
         self._max_warmup_tokens = min(settings.max_batch_tokens, settings.context_length)
@@ -206,7 +207,7 @@ class ModelRunner:
         if self._decode is not None:
             for size in reversed(self._decode.padded_sizes):
                 for _ in range(self._num_input_sets):
-                    self._decode.run(make_input_batch(self._dry_batch(1)), size=size)
+                    self._decode.run(self._packer.pack(self._dry_batch(1)), size=size)
         self._dry_run(1)
 
     def refresh_weights(self) -> None:
@@ -283,12 +284,12 @@ class ModelRunner:
         return ScheduledBatch([request], [0], [tokens], [0], [table] * self._num_groups, [0])
 
     def _launch(self, batch: ScheduledBatch, previous: Pending | None = None, *, cached: bool = True) -> Pending:
-        inputs = make_input_batch(batch, previous.requests if previous else (), cached=cached)
+        inputs = self._packer.pack(batch, previous.requests if previous else (), cached=cached)
         path: MixedPath | DecodePath = self._mixed
         if self._decode is not None and self._decode.takes(inputs.rows):
             path = self._decode
         logits = path.run(inputs, previous.token_ids if previous else None)
-        return Pending([batch.requests[row] for row in batch.sampled], logits, inputs.prompts)
+        return Pending(batch.sampled_requests, logits, inputs.prompts)
 
 
 def _start_to_host(tensor: torch.Tensor) -> torch.Tensor:

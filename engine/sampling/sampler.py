@@ -129,9 +129,9 @@ class Sampled:
     def read(self) -> StepOutput:
         """The outcome on the host. Waits for the device."""
         token_ids = self.token_ids.tolist()
-        errors = self.errors
-        if self.bad.any():
-            errors = dict.fromkeys(self.bad.nonzero().flatten().tolist(), _BAD_SCORES) | errors
+        errors, bad = self.errors, self.bad.cpu().numpy()  # numpy is the quicker one with so few numbers
+        if bad.any():
+            errors = dict.fromkeys(bad.nonzero()[0].tolist(), _BAD_SCORES) | errors
         if self.logprobs is None:
             return StepOutput(token_ids, errors=errors)
         top = self.logprobs.top_lists()

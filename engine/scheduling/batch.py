@@ -43,5 +43,12 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
+    @property
+    def sampled_requests(self) -> list[Request]:
+        """Those that get a token, in the order of `sampled`; perhaps `requests` itself."""
+        if len(self.sampled) == len(self.requests):
+            return self.requests
+        return [self.requests[row] for row in self.sampled]
+
     def __bool__(self) -> bool:
         return bool(self.requests)

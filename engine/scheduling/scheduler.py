@@ -129,9 +129,12 @@ class Scheduler:
         if self._suspects:
             self._schedule_suspect(batch)
         else:
-            preempted = self._secure_blocks(batch)
+            awaiting, asking = self._uneasy()
+            preempted = self._secure_blocks(batch, asking)
+            if preempted or batch.outgrown:
+                awaiting, asking = self._uneasy()
             budget = self.max_batch_tokens
-            for requests in self._policy(*self._split()):
+            for requests in self._policy(*self._split(awaiting, asking)):
                 budget -= self._add_rows(batch, requests, budget)
             if not preempted:
                 self._admit_waiting(batch, budget)
@@ -201,22 +204,27 @@ class Scheduler:
             insort(self._running, suspect, key=_order)
         self._add_row(batch, suspect, self.max_batch_tokens)
 
-    def _uneasy(self) -> list[Request]:
-        """Running requests that are no decodes of which only the number of tokens must be looked at, in their order."""
-        return [request for request in self._running if request.computed >= request.calm_until]
+    def _uneasy(self) -> tuple[list[Request], list[Request]]:
+        """Running requests in their order: those that wait for a token, and the others, but for decodes of which only
+        the number of tokens must be looked at."""
+        awaiting, asking = [], []
+        for request in self._running:
+            if request.computed >= request.calm_until:
+                (awaiting if self._awaits_token(request) else asking).append(request)
+        return awaiting, asking
 
-    def _secure_blocks(self, batch: ScheduledBatch) -> bool:
-        """Makes sure that each running request has blocks for its known tokens; whether that took a preemption.
+    def _secure_blocks(self, batch: ScheduledBatch, asking: list[Request]) -> bool:
+        """Makes sure that these running requests have blocks for their known tokens; whether that took a preemption.
 
-        The last in order gives way first, down to the request that asks. The first always finds room, or has
-        outgrown the cache.
+        Where there is not enough for all, the last in order gives way first, down to the request that asks. The first
+        always finds room, or has outgrown the cache.
         """
+        if self.cache.grow_all(asking):
+            return False
         preempted = False
-        for request in self._uneasy():
+        for request in asking:
             if preempted and not self.cache.holds(request):
                 break  # it has given way, and so have all after it
-            if self._awaits_token(request):
-                continue
             if request.num_tokens > self.cache.max_tokens:
                 self._outgrow(batch, request)
                 continue
@@ -228,17 +236,12 @@ class Scheduler:
                     return True
         return preempted
 
-    def _split(self) -> tuple[list[Request], list[Request]]:
+    def _split(self, awaiting: list[Request], asking: list[Request]) -> tuple[list[Request], list[Request]]:
         """Running requests with one token to compute, and those with more, without those that wait for a token."""
-        prefilling: list[Request] = []
-        others: set[Request] = set()
-        for request in self._uneasy():
-            if self._awaits_token(request):
-                request.skipped_steps += 1
-                others.add(request)
-            elif request.remaining > 1:
-                prefilling.append(request)
-                others.add(request)
+        for request in awaiting:
+            request.skipped_steps += 1
+        prefilling = [request for request in asking if request.remaining > 1]
+        others = {*awaiting, *prefilling}
         if not others:
             return self._running, prefilling
         return [request for request in self._running if request not in others], prefilling
@@ -271,18 +274,19 @@ class Scheduler:
 
     def _add_decodes(self, batch: ScheduledBatch, requests: list[Request]) -> None:
         """`_add_row` for requests with one token to compute each, all of which get it."""
+        starts, table_of = batch.starts, batch.table_of
         for request in requests:
-            if request.computed >= request.calm_until:
-                self._note_scheduled(batch, request, request.num_tokens)
+            start = request.computed
+            if start >= request.calm_until:
+                self._note_scheduled(batch, request, start + 1)
+            starts.append(start)
+            table_of.append(request.table_line)
+            request.computed = start + 1
+            request.unknown += 1
         first = len(batch.requests)
         batch.requests += requests
-        batch.starts += [request.computed for request in requests]
         batch.counts += [1] * len(requests)
-        batch.table_of += [request.table_line for request in requests]
         batch.sampled += range(first, len(batch.requests))
-        for request in requests:
-            request.computed += 1
-            request.unknown += 1
 
     def _add_row(self, batch: ScheduledBatch, request: Request, budget: int) -> int:
         """Gives a running request up to `budget` tokens of the step; how many it took."""

@@ -86,10 +86,13 @@ class CacheMachine(RuleBasedStateMachine):
         counts=st.lists(st.sampled_from([30, 30, 30, 5, 1]), min_size=2, max_size=4),
         steps=st.integers(1, 6),
         in_order=st.booleans(),
+        together=st.booleans(),
     )
-    def work(self, most: int, reserve: int, counts: list[int], steps: int, in_order: bool) -> None:
+    def work(
+        self, most: int, reserve: int, counts: list[int], steps: int, in_order: bool, together: bool
+    ) -> None:  # fmt: skip
         for _ in range(steps):
-            self.launch(self.schedule(most, reserve, counts, in_order), broken=False)
+            self.launch(self.schedule(most, reserve, counts, in_order, together), broken=False)
 
     @rule(
         most=st.sampled_from([2, 1, 0]),
@@ -109,12 +112,17 @@ class CacheMachine(RuleBasedStateMachine):
         for request in list(self.admit(most, 0)):
             self.leave(self.running.index(request), how)
 
-    def schedule(self, most: int, reserve: int, counts: list[int], in_order: bool = False) -> ScheduledBatch:
+    def schedule(
+        self, most: int, reserve: int, counts: list[int], in_order: bool = False, together: bool = False
+    ) -> ScheduledBatch:  # fmt: skip
         """As the scheduler does it: rows of running requests, then each that is admitted gets one at once."""
         batch = ScheduledBatch()
-        for request in list(self.running):
+        running = list(self.running)
+        all_fit = self.cache.grow_all(running) if together else None
+        for request in running:
             if request in self.running:
                 self.grow(request)
+        assert all_fit in (None, self.running == running)
         self.running[:2] = self.running[:2][::-1]  # so that not always the same ones get rows
         for request, count in zip(self.running, counts, strict=False):
             self.add_row(batch, request, count)

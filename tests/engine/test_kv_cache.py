@@ -45,6 +45,29 @@ def hits(cache: KVCache, prompt: Sequence[int], salt: bytes = b"") -> int:
     return found
 
 
+def test_several_grow_together_or_not_at_all(new: Requests) -> None:
+    cache = KVCache(5, PAGE)
+    first, second = filled(cache, new([1] * PAGE)), filled(cache, new([2] * PAGE))
+    third = filled(cache, new([3] * 2))
+    for request in (first, second):
+        request.token_ids.append(9)
+    assert cache.grow_all([first, second, third])
+    blocks = [table(cache, request) for request in (first, second, third)]
+    assert [len(each) for each in blocks] == [2, 2, 1]
+    assert len({block for each in blocks for block in each}) == 5
+    third.token_ids += [9] * PAGE
+    assert not cache.grow_all([first, third]), "nothing is left"
+    cache.free(second)
+    assert cache.grow_all([first, third])
+    first.token_ids += [9] * PAGE
+    third.token_ids += [9] * PAGE
+    assert not cache.grow_all([first, third]), "one is left, and none is taken"
+    assert (len(table(cache, first)), len(table(cache, third)), cache.num_free_blocks) == (2, 2, 1)
+    third.token_ids += [9] * PAGE * 9
+    assert not cache.grow_all([third]), "longer than the cache"
+    cache.check_integrity([first, third])
+
+
 def test_hash_depends_on_salt_parent_and_tokens() -> None:
     root = root_hash(b"")
     hashes = {
