@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
-from rayapp.app import build
 from tests.conftest import wait_limit
-from tests.rayapp.conftest import App, tiny_model
+from tests.rayapp.conftest import ServeSession, tiny_model
 from tests.serving import wait_until
 
+NAME = "limits"
 
-def test_limits_change_without_a_restart(deploy: Callable[..., App], tiny_http_path: Path) -> None:
-    name, models = "limits", [tiny_model(tiny_http_path)]
-    app = deploy(name, models=models)
-    router = serve.get_app_handle(name).options(method_name="facts")
-    pid = router.remote().result()["pid"]
+
+def deploy(models: list[dict[str, Any]], user_config: dict[str, Any]) -> None:
+    """As `serve deploy` does with a file; `serve.run` would make new replicas each time."""
+    application = {
+        "name": NAME,
+        "route_prefix": f"/{NAME}",
+        "import_path": "rayapp.app:build",
+        "args": {"models": models},
+        "deployments": [{"name": "Router", "user_config": user_config}],
+    }
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+
+
+def test_limits_change_without_a_restart(serve_session: ServeSession, tiny_http_path: Path) -> None:
+    models = [tiny_model(tiny_http_path)]
+    url = f"{serve_session.url}/{NAME}"
     body = {"model": "tiny", "prompt": "one two three four five six", "max_tokens": 2}
 
     def status() -> int:
-        return httpx.post(f"{app.url}/v1/completions", json=body, timeout=wait_limit(30)).status_code
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=wait_limit(30)).status_code
 
-    assert status() == 200
+    def pid() -> int:
+        facts = serve.get_app_handle(NAME).options(method_name="facts").remote().result(timeout_s=wait_limit(30))
+        return int(facts["pid"])
+
     try:
-        serve.run(build({"models": models, "requests": {"max_prompt_tokens": 2}}), name=name, route_prefix=f"/{name}")
+        deploy(models, {})
+        wait_until(lambda: status() == 200, 60)
+        before = pid()
+        deploy(models, {"max_prompt_tokens": 2})
         wait_until(lambda: status() == 400)
-        serve.run(build({"models": models}), name=name, route_prefix=f"/{name}")
+        deploy(models, {"max_prompt_tokens": 2000})
         wait_until(lambda: status() == 200)
-        assert router.remote().result()["pid"] == pid
+        deploy(models, {"max_prompt_tokans": 2})  # refused: what was there stays
+        wait_until(lambda: serve.status().applications[NAME].deployments["Router"].message)
+        assert status() == 200
+        assert pid() == before
     finally:
-        serve.delete(name)
+        serve.delete(NAME)
