@@ -25,9 +25,8 @@ MIGRATION_TIMEOUT_S = 120.0
 # Before each further attempt: long enough for a replica whose engine died to have left the rotation.
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-
-
-POLL_S = 0.25
+POLL_S = 0.25  # how often one that waits for its first token looks whether that is in vain
+LEAST_TIMEOUT_S = 0.001  # of a request whose time is over: the engine is to say so
 
 
 class NoReplica(EngineUnavailable):
@@ -74,7 +73,7 @@ class Resumption:
             "output_ids": list(self._output_ids),
         }
         if self._request.get("timeout_s") is not None:
-            rest["timeout_s"] = max(0.0, self._request["timeout_s"] - (time.monotonic() - self._began))
+            rest["timeout_s"] = max(LEAST_TIMEOUT_S, self._request["timeout_s"] - (time.monotonic() - self._began))
         return self._request | rest
 
     def take(self, item: Item) -> Item:
