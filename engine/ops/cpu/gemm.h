@@ -20,11 +20,11 @@ constexpr int PANEL = VECTORS * LANES;
 
 inline float to_float(int8_t x) { return x; }
 
-inline Floats load(const int8_t* from) {  // by intrinsics, since GCC makes scalar code of vectors of bytes
+inline Floats load(const int8_t* from) {  // by instructions, since GCC makes scalar code of vectors of bytes
 #if defined(__AVX512F__) && LANES == 16
-    const Ints wide = (Ints)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)from));
+    const Ints wide = widened16(from);
 #elif defined(__AVX2__) && LANES == 8
-    const Ints wide = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+    const Ints wide = widened8(from);
 #else
     typedef int8_t Bytes __attribute__((vector_size(LANES)));
     const Ints wide = __builtin_convertvector(load_as<Bytes>(from), Ints);
