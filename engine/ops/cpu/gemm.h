@@ -127,11 +127,15 @@ __attribute__((noinline)) void add_products(const typename W::Activation* left, 
                                             int64_t ahead_stride) {
     constexpr int N = P * VECTORS;
     Floats sum[R][N];
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int n = 0; n < N; n++) sum[r][n] = set ? Floats{} : load(sums + r * sums_stride + n * LANES);
     for (int64_t step = 0; step < steps; step++) {
         if (Lines<W>::STEPS == 1 || step % Lines<W>::STEPS == 0)
+#pragma GCC unroll 16
             for (int line = 0; line < Lines<W>::COUNT; line++, ahead += ahead_stride)
+#pragma GCC unroll 16
                 for (int p = 0; p < P; p++)
                     __builtin_prefetch(ahead + p * panel_stride * int64_t(sizeof(typename W::Stored)));
         add_part<W, 0>(sum, left, left_stride, right, panel_stride);
@@ -139,6 +143,8 @@ __attribute__((noinline)) void add_products(const typename W::Activation* left, 
         left += W::STEP;
         right += PANEL * W::STEP;
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int n = 0; n < N; n++) store(sums + r * sums_stride + n * LANES, sum[r][n]);
 }

@@ -109,6 +109,7 @@ inline Floats add_product(Floats sum, float left, Floats right) {
     Floats8 sums[LANES / 8], rights[LANES / 8];
     memcpy(sums, &sum, sizeof sum);
     memcpy(rights, &right, sizeof right);
+#pragma GCC unroll 2
     for (int i = 0; i < LANES / 8; i++) sums[i] = fused_add_product(sums[i], left - Floats8{}, rights[i]);
     return load_as<Floats>(sums);
 #else
