@@ -42,8 +42,6 @@ def _time(asked: dict[str, Any]) -> dict[str, Any]:
     mark("engine's names")
     model = load_model(asked["model"], asked["dtype"])
     mark("transformers and the weights")
-    prebuild.wait()
-    mark("waiting for the compiler")
     manager = init_continuous_batching(model)
     manager.warmup()
     mark("engine: modules, cache, warm-up")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
-from engine.ops.cpu import prebuild
 from engine.ops.cpu.build import BuildError
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
@@ -53,7 +52,7 @@ def make_ops(
         kept = f"{attention} -> sdpa, since {missing}" if is_flash else f"{attention}, unchanged"
         logger.log(level, "attention: %s: %s", kept, error)
         plain = _PLAIN.get(attention, TorchOps)(kv, groups)
-        plain.why_plain = str(error)
+        plain.why_plain = str(error).partition("\n")[0]  # what the compiler says is in the log already
         return plain
     if is_flash:
         logger.warning("attention: %s -> the engine's compiled CPU kernel, since %s", attention, missing)
@@ -70,7 +69,6 @@ def _fastest(kv: KVTensors, groups: Sequence[LayerGroup] | None) -> Ops:
     """
     if kv.device.type != "cpu":
         raise NotImplementedError(f"there is nothing faster for {kv.device.type}")
-    prebuild.wait()
     try:
         return CpuOps(kv, groups)
     except BuildError as error:

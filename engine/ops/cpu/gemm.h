@@ -20,11 +20,11 @@ constexpr int PANEL = VECTORS * LANES;
 
 inline float to_float(int8_t x) { return x; }
 
-inline Floats load(const int8_t* from) {  // by intrinsics, since GCC makes scalar code of vectors of bytes
+inline Floats load(const int8_t* from) {  // by instructions, since GCC makes scalar code of vectors of bytes
 #if defined(__AVX512F__) && LANES == 16
-    const Ints wide = (Ints)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)from));
+    const Ints wide = widened16(from);
 #elif defined(__AVX2__) && LANES == 8
-    const Ints wide = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+    const Ints wide = widened8(from);
 #else
     typedef int8_t Bytes __attribute__((vector_size(LANES)));
     const Ints wide = __builtin_convertvector(load_as<Bytes>(from), Ints);
@@ -127,11 +127,15 @@ __attribute__((noinline)) void add_products(const typename W::Activation* left, 
                                             int64_t ahead_stride) {
     constexpr int N = P * VECTORS;
     Floats sum[R][N];
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int n = 0; n < N; n++) sum[r][n] = set ? Floats{} : load(sums + r * sums_stride + n * LANES);
     for (int64_t step = 0; step < steps; step++) {
         if (Lines<W>::STEPS == 1 || step % Lines<W>::STEPS == 0)
+#pragma GCC unroll 16
             for (int line = 0; line < Lines<W>::COUNT; line++, ahead += ahead_stride)
+#pragma GCC unroll 16
                 for (int p = 0; p < P; p++)
                     __builtin_prefetch(ahead + p * panel_stride * int64_t(sizeof(typename W::Stored)));
         add_part<W, 0>(sum, left, left_stride, right, panel_stride);
@@ -139,6 +143,8 @@ __attribute__((noinline)) void add_products(const typename W::Activation* left, 
         left += W::STEP;
         right += PANEL * W::STEP;
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
         for (int n = 0; n < N; n++) store(sums + r * sums_stride + n * LANES, sum[r][n]);
 }

@@ -48,8 +48,17 @@ void write_values(T* to, const T* lines, int64_t slot, int64_t count, int64_t di
     }
 }
 
-template <typename T, typename From>
-void write(const Arguments& a, const Step& step, Team& team) {
+template <typename T>
+void convert_lines(T* to, const void* from, int64_t at, int64_t stride, int64_t count, const Arguments& a) {
+    for (int64_t t = 0; t < count; t++, at += stride, to += a.dim) {
+        if (a.inputs_are_bf16) convert(to, (const Bf16*)from + at, a.dim);
+        else convert(to, (const float*)from + at, a.dim);
+    }
+}
+
+template <typename T>
+void write(const void* arguments, const Step& step, Team& team) {
+    const Arguments& a = *(const Arguments*)arguments;
     constexpr int STEP = Product<T>::STEP;
     static thread_local std::vector<T> scratch;
     if ((int64_t)scratch.size() < PIECE * a.dim) scratch.resize(PIECE * a.dim);
@@ -68,23 +77,16 @@ void write(const Arguments& a, const Step& step, Team& team) {
                     for (int64_t d = 0; d < a.dim; d += STEP)
                         __builtin_prefetch(keys + (at + head) * a.page * a.dim + d * a.page + slot * STEP, 1);
             for (int64_t head = 0; head < a.kv_heads; head++) {
-                const From* key = (const From*)a.key + token * a.key_stride + head * a.key_head_stride;
-                const From* value = (const From*)a.value + token * a.value_stride + head * a.value_head_stride;
+                const int64_t key = token * a.key_stride + head * a.key_head_stride;
+                const int64_t value = token * a.value_stride + head * a.value_head_stride;
                 const int64_t at = (block * a.kv_heads + head) * a.page * a.dim;
-                for (int64_t t = 0; t < count; t++) convert(lines + t * a.dim, key + t * a.key_stride, a.dim);
+                convert_lines(lines, a.key, key, a.key_stride, count, a);
                 write_keys<T, STEP>(keys + at, lines, slot, count, a.page, a.dim);
-                for (int64_t t = 0; t < count; t++) convert(lines + t * a.dim, value + t * a.value_stride, a.dim);
+                convert_lines(lines, a.value, value, a.value_stride, count, a);
                 write_values<T, STEP>(values + at, lines, slot, count, a.dim);
             }
         }
     }
-}
-
-template <typename T>
-void write(const void* arguments, const Step& step, Team& team) {
-    const Arguments& a = *(const Arguments*)arguments;
-    if (a.inputs_are_bf16) write<T, Bf16>(a, step, team);
-    else write<T, float>(a, step, team);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include "simd.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace {
 
@@ -50,6 +49,7 @@ inline float inverse_rms(const T* x, int64_t width, float epsilon) {
     Floats sums[4] = {};
     int64_t column = 0;
     for (; column + 4 * LANES <= width; column += 4 * LANES)
+#pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             Floats value = load(x + column + i * LANES);
             sums[i] += value * value;
@@ -58,7 +58,7 @@ inline float inverse_rms(const T* x, int64_t width, float epsilon) {
         Floats value = load_some(x + column + rest, count);
         sums[0] += value * value;
     });
-    return 1.0f / std::sqrt(sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(width) + epsilon);
+    return 1.0f / __builtin_sqrtf(sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(width) + epsilon);
 }
 
 // ---- Norms

@@ -7,7 +7,6 @@
 #include "kernels.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace {
 
@@ -298,7 +297,7 @@ float scale_of(const T* row, int64_t count) {  // NaN if a number is not finite
     float most = 0;
     bool finite = true;
     for (int64_t k = 0; k < count; k++) {
-        const float size = std::fabs(to_float(row[k]));
+        const float size = __builtin_fabsf(to_float(row[k]));
         finite &= size < INF;
         most = size > most ? size : most;
     }

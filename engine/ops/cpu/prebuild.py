@@ -1,8 +1,7 @@
 """Builds the C++ library ahead of its use, in the background, while Python imports and loads weights.
 
-Begun by whoever is about to make an engine on CPU, waited for by `make_ops`. Says nothing when it fails: loading the
-library where it is needed then fails in the same way, and that is reported. Loads neither torch nor the library, which
-must find torch's OpenMP in the process.
+Begun by whoever is about to make an engine on CPU. Loading the library where it is needed waits for it, and says what
+went wrong, which this does not. Loads neither torch nor the library, which must find torch's OpenMP in the process.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ def wait() -> None:
 
 def _build() -> None:
     if sys.platform == "linux":  # where a thread has a niceness of its own, which the processes that it starts inherit
+        own = os.getpriority(os.PRIO_PROCESS, 0)
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, own + _NICENESS))
     with contextlib.suppress(OSError, build.BuildError):
         build.build_library()

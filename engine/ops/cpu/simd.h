@@ -4,13 +4,11 @@
 // fp32 products. `Product<T>` hides which; sums are fp32 in either case and run in the order of the pairs.
 #pragma once
 
+#include "instructions.h"
+
 #include <cstdint>
 #include <cstring>
 #include <limits>
-
-#if defined(__AVX2__) || defined(__FMA__)
-#include <immintrin.h>
-#endif
 
 // The machine's own sizes, unless the build asks for those of another one (tests).
 #if !defined(BF16_DOT) && defined(__AVX512BF16__)
@@ -106,12 +104,13 @@ inline Floats broadcast(float x) { return x - Floats{}; }  // adding would turn 
 // sum + left * right, rounded once wherever the processor can: compilers left to themselves do so in some loops only.
 inline Floats add_product(Floats sum, float left, Floats right) {
 #if defined(__AVX512F__) && LANES == 16
-    return (Floats)_mm512_fmadd_ps(_mm512_set1_ps(left), (__m512)right, (__m512)sum);
+    return fused_add_product(sum, broadcast(left), right);
 #elif defined(__FMA__)
-    __m256 sums[LANES / 8], rights[LANES / 8];
+    Floats8 sums[LANES / 8], rights[LANES / 8];
     memcpy(sums, &sum, sizeof sum);
     memcpy(rights, &right, sizeof right);
-    for (int i = 0; i < LANES / 8; i++) sums[i] = _mm256_fmadd_ps(_mm256_set1_ps(left), rights[i], sums[i]);
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES / 8; i++) sums[i] = fused_add_product(sums[i], left - Floats8{}, rights[i]);
     return load_as<Floats>(sums);
 #else
     return sum + left * right;
@@ -146,7 +145,7 @@ struct Product<Bf16> {
 #if defined(__AVX512BF16__)
         int32_t pair;
         memcpy(&pair, left, sizeof pair);
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)right);
+        return add_dot_product(sum, Ints{} + pair, (Ints)right);
 #else
         return sum + to_float(left[0]) * (Floats)(right << 16) + to_float(left[1]) * (Floats)(right & 0xffff0000u);
 #endif
