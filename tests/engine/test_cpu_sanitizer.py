@@ -40,7 +40,7 @@ def test_no_byte_beyond_a_buffer_is_touched() -> None:
 
 def touch_everything(flags: Sequence[str]) -> None:
     """Cases of every path, with a library of its own that the address sanitizer watches."""
-    watched = load_library(flags=(*flags, "-O1", "-g", "-fsanitize=address"))
+    watched = load_library(flags=(*flags, "-DINTRINSICS", "-O1", "-g", "-fsanitize=address"))
     watched.run_tape.argtypes = library._library().run_tape.argtypes
     watched.run_tape.restype = None
     library._library = lambda: watched  # type: ignore[assignment]

@@ -1,14 +1,17 @@
 // Instructions that operators on vectors do not say, one function each. simd.h and gemm.h use them.
 //
 // By GCC's builtins, since GCC takes longer to read <immintrin.h> than to compile a file of kernels, and a first start
-// waits for both. Other compilers get the header.
+// waits for both. What they take differs between versions: those that this was not tried with, and other compilers, get
+// the header.
 #pragma once
 
 #include <cstdint>
 
-#if defined(__x86_64__) && (defined(__clang__) || !defined(__GNUC__))
-#include <immintrin.h>
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ != 12) && !defined(INTRINSICS)
 #define INTRINSICS
+#endif
+#if defined(INTRINSICS)
+#include <immintrin.h>
 #endif
 
 typedef float Floats8 __attribute__((vector_size(32)));
@@ -66,9 +69,6 @@ inline Ints16 widened16(const int8_t* from) {
 inline Floats16 add_dot_product(Floats16 sum, Ints16 left, Ints16 right) {
 #if defined(INTRINSICS)
     return (Floats16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
-#elif __GNUC__ >= 13
-    typedef __bf16 Pairs __attribute__((vector_size(64)));
-    return __builtin_ia32_dpbf16ps_v16sf(sum, (Pairs)left, (Pairs)right);
 #else
     typedef int16_t Pairs __attribute__((vector_size(64)));
     return __builtin_ia32_dpbf16ps_v16sf(sum, (Pairs)left, (Pairs)right);
