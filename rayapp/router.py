@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import ValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.concurrency import run_in_threadpool
@@ -72,6 +73,8 @@ class Router:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # see EngineReplica
         self.models: dict[str, ServedModel] = {model.name: load_served(model) for model in models}
         self.settings = RequestSettings()
+        self._settings_error: str | None = None
+        self._configured = False
         self._api = api
         self._links = {name: Link(handle) for name, handle in engines.items()}
         self._sources = {
@@ -88,12 +91,21 @@ class Router:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve at the start and whenever `user_config` has changed; requests on their way keep what they
-        have.
+        have. Wrong fields, once it serves, leave what was there: raising would end every Router. The log and /health
+        say so.
 
         Raises:
-            ValueError: unknown or wrong fields (pydantic.ValidationError).
+            ValueError: unknown or wrong fields at the start (pydantic.ValidationError).
         """
-        self.settings = RequestSettings.model_validate(user_config)
+        try:
+            self.settings = RequestSettings.model_validate(user_config)
+            self._settings_error = None
+        except ValidationError as error:
+            if not self._configured:
+                raise
+            self._settings_error = f"user_config of Router is not applied: {error}"
+            logger.error(self._settings_error)
+        self._configured = True
 
     async def generate(
         self, model: str, prompt_ids: list[int], sampling: SamplingFields, stop: list[str], index: int
@@ -113,7 +125,8 @@ class Router:
         """Every model has a replica whose engine works; per model, its replicas and their requests."""
         reports = await asyncio.gather(*(link.health(HEALTH_TIMEOUT_S) for link in self._links.values()))
         detail = {name: _summary(report) for name, report in zip(self._links, reports, strict=True)}
-        return all(summary["replicas"] for summary in detail.values()), {"models": detail}
+        wrong = {"settings_error": self._settings_error} if self._settings_error else {}
+        return all(summary["replicas"] for summary in detail.values()), {"models": detail, **wrong}
 
     async def generate_text(self, **fields: Any) -> dict[str, Any]:
         """One answer, for Python callers.
