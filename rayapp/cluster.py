@@ -6,7 +6,7 @@ import json
 
 import ray
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
 # Where Ray's autoscaler may add no nodes, it makes up a type for each node that is there.
