@@ -207,7 +207,8 @@ class Scheduler:
     def _uneasy(self) -> tuple[list[Request], list[Request]]:
         """Running requests in their order: those that wait for a token, and the others, but for decodes of which only
         the number of tokens must be looked at."""
-        awaiting, asking = [], []
+        awaiting: list[Request] = []
+        asking: list[Request] = []
         for request in self._running:
             if request.computed >= request.calm_until:
                 (awaiting if self._awaits_token(request) else asking).append(request)
