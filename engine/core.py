@@ -65,6 +65,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.steps = 0
+        self.epoch = 0  # counts how often what was cached was forgotten
         self._overlap = overlap
         self._flights: deque[_Flight] = deque()  # oldest first; at most two, and outside `step` one
         self.checksum = 0  # of all tokens sampled and steps failed, in order; tensor parallel processes compare it
@@ -124,6 +125,7 @@ class EngineCore:
 
     def new_epoch(self) -> None:
         """The weights have changed: nothing computed before counts any more. Only after `settle`."""
+        self.epoch += 1
         self.scheduler.preempt_all()
         self.scheduler.cache.reset()
         self.runner.refresh_weights()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_OUTPUT = 1024  # tokens that a request counts for in `tokens_left`, whatever its limit
+
 
 class Sessions:
     """`start`, `stop`, `pause`, `destroy` and what they say of themselves.
@@ -179,7 +181,8 @@ class Sessions:
             yield
 
     def stats(self) -> dict[str, int | float]:
-        """Counts of this moment: requests, cache blocks, steps, seconds since the last step ended."""
+        """Counts of this moment: requests and the tokens they have to compute, cache blocks and how often what they
+        cached was forgotten, steps, seconds since the last step ended."""
         core = self._core
         if core is None:
             return {"running": 0, "waiting": 0, "steps": 0}
@@ -187,6 +190,8 @@ class Sessions:
         return {
             "running": core.scheduler.num_running,
             "waiting": core.scheduler.num_waiting,
+            "tokens_left": core.scheduler.tokens_left(MOST_OUTPUT),
+            "epoch": core.epoch,
             "kv_used_blocks": cache.num_used_blocks,
             "kv_total_blocks": cache.num_blocks,
             "steps": core.steps,

@@ -71,6 +71,7 @@ def engine_application(model: ModelConfig, router: RouterConfig) -> serve.Applic
                 "load_factor": router.load_factor,
                 "memory_entries": router.memory_entries,
             },
+            request_routing_stats_period_s=router.digest_period_s,  # type: ignore[arg-type]
         ),
         health_check_period_s=model.health_check_period_s,
         health_check_timeout_s=model.health_check_timeout_s,

@@ -202,9 +202,10 @@ class RouterConfig(StrictModel):
     Attributes:
         num_replicas, num_cpus: of the Router; it is stateless and computes nothing.
         max_ongoing_requests: requests one Router process holds.
-        min_cap, load_factor: a replica is passed over for affinity while it holds at least min_cap requests and
-            load_factor times the mean.
-        memory_entries: prefixes each process remembers the replica of.
+        min_cap, load_factor: a replica is passed over for affinity while it would have more to compute than min_cap
+            usual requests and load_factor times the mean, by more than what it has cached saves.
+        memory_entries: prefixes each process remembers the replicas of, at about 250 bytes.
+        digest_period_s: seconds between two reports of a replica to the request routers; longer for hundreds of them.
         max_migrations: how often a generation whose replica is lost goes on at another one; 0 ends it with an error.
         migration_timeout_s: how long after such a loss its next token may take to come.
     """
@@ -213,8 +214,9 @@ class RouterConfig(StrictModel):
     num_cpus: float = Field(default=0.2, ge=0)
     max_ongoing_requests: int = Field(default=1000, ge=1)
     min_cap: int = Field(default=3, ge=1)
-    load_factor: float = Field(default=1.25, ge=1.0)
-    memory_entries: int = Field(default=32768, ge=1)
+    load_factor: float = Field(default=1.75, ge=1.0)
+    memory_entries: int = Field(default=65536, ge=1)
+    digest_period_s: float = Field(default=2.0, gt=0)
     max_migrations: int = Field(default=3, ge=0)
     migration_timeout_s: float = Field(default=120.0, gt=0)
 

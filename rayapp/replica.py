@@ -21,6 +21,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from rayapp.config import REPLICA_CPUS, ModelConfig
 from rayapp.engine_actor import EngineActor, Item
 from rayapp.failures import EngineUnavailable, GenerationError, InvalidRequest
+from rayapp.prefix_router import digest_of
 
 logger = logging.getLogger("ray.serve")
 
@@ -134,6 +135,14 @@ class EngineReplica:
         error = (await self.health(self._config.health_check_timeout_s / 2))["error"]
         if error is not None:
             raise RuntimeError(error)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What request routers are told of this replica; see `rayapp.prefix_router.digest_of`. Never raises."""
+        try:
+            report = await self.health(self._config.health_check_timeout_s / 2)
+        except RayActorError:
+            report = {"error": "the engine actor died"}
+        return digest_of(report)
 
     async def facts(self) -> dict[str, Any]:
         """What the engine reported when it became ready, and the processes it runs in."""

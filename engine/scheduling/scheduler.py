@@ -78,6 +78,14 @@ class Scheduler:
         """Requests that hold no blocks: new, preempted, or suspects whose turn has not come."""
         return len(self._live) - len(self._running)
 
+    def tokens_left(self, most_output: int) -> int:
+        """Tokens that all live requests have still to compute; `most_output` caps what each may generate, since few
+        reach their limit. For any thread."""
+        return sum(
+            request.remaining + max(0, min(request.params.max_new_tokens, most_output) - request.num_output_tokens)
+            for request in list(self._live.values())
+        )
+
     def live(self) -> Iterator[Request]:
         """Every request that was added and has not left."""
         return iter(list(self._live.values()))

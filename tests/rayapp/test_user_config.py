@@ -55,7 +55,9 @@ def test_limits_change_without_a_restart(serve_session: ServeSession, tiny_http_
         deploy(models, {"max_prompt_tokens": 2000})
         wait_until(lambda: status() == 200)
         deploy(models, {"max_prompt_tokans": 2})  # refused, and what was there stays
-        wait_until(lambda: "did you mean 'max_prompt_tokens'" in httpx.get(f"{url}/health").json().get("settings_error", ""))
+        wait_until(
+            lambda: "did you mean 'max_prompt_tokens'" in httpx.get(f"{url}/health").json().get("settings_error", "")
+        )
         assert status() == 200
         assert pid() == before
     finally:

@@ -1,0 +1,1 @@
+"""Measurements of the serving layer: `python -m rayapp.bench`."""
