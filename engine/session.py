@@ -181,8 +181,8 @@ class Sessions:
             yield
 
     def stats(self) -> dict[str, int | float]:
-        """Counts of this moment: requests and the tokens they have to compute, cache blocks and how often what they
-        cached was forgotten, steps, seconds since the last step ended."""
+        """Counts of this moment: requests, cache blocks and how often what they cached was forgotten, steps,
+        preemptions, seconds since the last step ended."""
         core = self._core
         if core is None:
             return {"running": 0, "waiting": 0, "steps": 0}
@@ -190,7 +190,6 @@ class Sessions:
         return {
             "running": core.scheduler.num_running,
             "waiting": core.scheduler.num_waiting,
-            "tokens_left": core.scheduler.tokens_left(MOST_OUTPUT),
             "epoch": core.epoch,
             "kv_used_blocks": cache.num_used_blocks,
             "kv_total_blocks": cache.num_blocks,
@@ -199,6 +198,10 @@ class Sessions:
             "paused": self._loop.is_parked,
             "idle_s": 0.0 if self._loop.is_parked else time.monotonic() - self._loop.last_step_time,
         }
+
+    def load(self) -> dict[str, int]:
+        """The fields of `engine.scheduling.scheduler.Load`; unlike `stats` it looks at every request."""
+        return {} if self._core is None else self._core.scheduler.load(MOST_OUTPUT)._asdict()
 
     def _new_loop(self) -> EngineLoop:
         return EngineLoop(self._delivery, self._coordinator, self.settings.max_queue_size)

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from engine.config import ContinuousBatchingConfig
 from rayapp.api.settings import ApiConfig, RequestSettings
+from rayapp.autoscaling import ScalingPolicy
 from rayapp.strict import StrictModel
 
 # The share of a replica's CPUs that its Serve actor takes; the rest is the engine's.
@@ -24,6 +25,8 @@ ADMISSION_FACTOR = 1.25
 METRICS_INTERVAL_S = 10.0  # how often Serve's replicas report their load; must be less than it is averaged over
 # Of the requests that an engine runs at once, how many each replica of an autoscaling model should have.
 TARGET_SHARE = 0.75
+STEPS_WAITING = 16  # full steps of prompts that may wait there: some seconds
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
 # Of the host's free memory, shared by the replicas that run on it: unlike a GPU, a host has other tenants.
 CPU_MEMORY_PERCENT = 0.3
@@ -38,6 +41,10 @@ class AutoscalingSettings(StrictModel):
         initial_replicas: when the application is deployed; None means min_replicas.
         target_ongoing_requests: per replica, running and waiting; None means TARGET_SHARE of what its engine runs at
             once.
+        target_kv_usage: share of each replica's KV cache that running requests should hold.
+        target_waiting_prefill_tokens: prompt tokens that should wait per replica; None means STEPS_WAITING full steps.
+        target_tokens_in_flight: tokens, prompt and generated so far, that each replica should have; None: any number.
+            More of any of these calls for more replicas, less of all for fewer.
         upscale_delay_s, downscale_delay_s: how long the load must call for more or fewer replicas before it counts.
         downscale_to_zero_delay_s: the same for the last replica; None means downscale_delay_s.
         look_back_period_s: over which the load is averaged.
@@ -48,6 +55,9 @@ class AutoscalingSettings(StrictModel):
     max_replicas: int = Field(ge=1)
     initial_replicas: int | None = Field(default=None, ge=0)
     target_ongoing_requests: float | None = Field(default=None, gt=0)
+    target_kv_usage: float = Field(default=0.75, gt=0, le=1)
+    target_waiting_prefill_tokens: float | None = Field(default=None, gt=0)
+    target_tokens_in_flight: float | None = Field(default=None, gt=0)
     upscale_delay_s: float = Field(default=10.0, ge=0)
     downscale_delay_s: float = Field(default=600.0, ge=0)
     downscale_to_zero_delay_s: float | None = Field(default=None, ge=0)
@@ -67,10 +77,24 @@ class AutoscalingSettings(StrictModel):
 
     def for_serve(self, model: ModelConfig) -> dict[str, Any]:
         """The `autoscaling_config` of the model's deployment."""
-        fields = {key: value for key, value in self.model_dump().items() if value is not None}
+        fields = {key: value for key, value in self.model_dump(exclude=set(_TARGETS)).items() if value is not None}
         if self.look_back_period_s <= METRICS_INTERVAL_S:
             fields["metrics_interval_s"] = self.look_back_period_s / 4
-        return {"target_ongoing_requests": TARGET_SHARE * model.requests_at_once()} | fields
+        return {"policy": {"policy_function": ScalingPolicy, "policy_kwargs": self._policy_targets(model)}} | fields
+
+    def _policy_targets(self, model: ModelConfig) -> dict[str, Any]:
+        ongoing = self.target_ongoing_requests
+        waiting = self.target_waiting_prefill_tokens
+        return {
+            "ongoing_requests": TARGET_SHARE * model.requests_at_once() if ongoing is None else ongoing,
+            "most_requests": model.ongoing_limit(),
+            "tokens_in_flight": self.target_tokens_in_flight,
+            "waiting_prefill_tokens": STEPS_WAITING * model.step_tokens() if waiting is None else waiting,
+            "kv_usage": self.target_kv_usage,
+        }
+
+
+_TARGETS = ("target_ongoing_requests", "target_kv_usage", "target_waiting_prefill_tokens", "target_tokens_in_flight")
 
 
 class ModelConfig(StrictModel):
@@ -182,6 +206,11 @@ class ModelConfig(StrictModel):
     def requests_at_once(self) -> int:
         """Requests that one engine runs in a batch."""
         return int(self.engine_fields()["max_requests_per_batch"])
+
+    def step_tokens(self) -> int:
+        """Tokens that one step of an engine takes at most, unless its memory is too small for so many."""
+        default = DEFAULT_STEP_TOKENS["cuda" if self.device == "cuda" else "cpu"]
+        return int(self.engine.get("max_batch_tokens") or default)
 
     def changed_fields(self) -> dict[str, Any]:
         """What differs from the defaults, but for the name and the device."""

@@ -141,26 +141,18 @@ class EngineActor:
 
     async def health(self) -> dict[str, Any]:
         """`stats` and why the engine cannot serve, if so: `error` is None while it can."""
-        manager = self._engine
-        stats = await self.stats()
-        error = None
-        if manager.fatal_error is not None:
-            error = f"the engine failed: {type(manager.fatal_error).__name__}: {manager.fatal_error}"
-        elif not manager.is_running():
-            error = "the engine thread has ended"
-        elif stats["running"] + stats["waiting"] and stats["idle_s"] > self._config.stall_timeout_s:
-            error = f"no step ended for {stats['idle_s']:.0f} s (stall_timeout_s: {self._config.stall_timeout_s:g})"
-        return {**stats, "error": error}
+        return {**await self.stats(), "error": self._error()}
 
     async def failure(self) -> str:
         """Returns when the engine cannot serve any more, with the reason."""
-        while (error := (await self.health())["error"]) is None:
+        while (error := self._error()) is None:
             await asyncio.sleep(WATCH_PERIOD_S)
-        return str(error)
+        return error
 
     async def stats(self) -> dict[str, Any]:
-        """Counts of this moment: the engine's, and the streams open and served here."""
-        return {**self._engine.stats(), "streams": self._streams, "served": self._served}
+        """Counts of this moment: the engine's, its load, and the streams open and served here."""
+        engine = self._engine
+        return {**engine.stats(), **engine.load(), "streams": self._streams, "served": self._served}
 
     async def environment(self) -> dict[str, Any]:
         """Where this process runs, for operators and tests: pid, visible devices, threads of the engine."""
@@ -170,6 +162,17 @@ class EngineActor:
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
             "threads": self._engine.num_threads,
         }
+
+    def _error(self) -> str | None:
+        manager = self._engine
+        if manager.fatal_error is not None:
+            return f"the engine failed: {type(manager.fatal_error).__name__}: {manager.fatal_error}"
+        if not manager.is_running():
+            return "the engine thread has ended"
+        stats = manager.stats()
+        if stats["running"] + stats["waiting"] and stats["idle_s"] > self._config.stall_timeout_s:
+            return f"no step ended for {stats['idle_s']:.0f} s (stall_timeout_s: {self._config.stall_timeout_s:g})"
+        return None
 
     async def _report(self, instruments: EngineInstruments) -> None:
         """Keeps the gauges up to date."""

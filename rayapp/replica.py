@@ -18,6 +18,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
+from rayapp.autoscaling import KV_USAGE, TOKENS_IN_FLIGHT, WAITING_PREFILL_TOKENS
 from rayapp.config import REPLICA_CPUS, ModelConfig
 from rayapp.engine_actor import EngineActor, Item
 from rayapp.failures import EngineUnavailable, GenerationError, InvalidRequest
@@ -143,6 +144,19 @@ class EngineReplica:
         except RayActorError:
             report = {"error": "the engine actor died"}
         return digest_of(report)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `rayapp.autoscaling.ScalingPolicy` is told of this replica. Never raises, which would turn it off."""
+        try:
+            report = await self.health(self._config.health_check_timeout_s / 2)
+        except RayActorError:
+            report = {}
+        usage = report.get("kv_used_blocks", 0) / max(1, report.get("kv_total_blocks", 1))
+        return {
+            TOKENS_IN_FLIGHT: float(report.get("tokens_in_flight", 0)),
+            WAITING_PREFILL_TOKENS: float(report.get("waiting_prefill_tokens", 0)),
+            KV_USAGE: usage,
+        }
 
     async def facts(self) -> dict[str, Any]:
         """What the engine reported when it became ready, and the processes it runs in."""

@@ -11,6 +11,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from engine.cache.kv_cache import KVCache
 from engine.request import Request, RequestStatus
@@ -23,6 +24,14 @@ _PROMPT_LOGPROBS_CHUNK = 128  # tokens of a prompt whose logits a step keeps: a 
 def _order(request: Request) -> tuple[int, int]:
     """First served, last preempted."""
     return request.priority, request.arrival
+
+
+class Load(NamedTuple):
+    """Tokens of all live requests: to be computed yet, known so far, and of those that wait, known and not computed."""
+
+    tokens_left: int
+    tokens_in_flight: int
+    waiting_prefill_tokens: int
 
 
 class Scheduler:
@@ -78,13 +87,20 @@ class Scheduler:
         """Requests that hold no blocks: new, preempted, or suspects whose turn has not come."""
         return len(self._live) - len(self._running)
 
-    def tokens_left(self, most_output: int) -> int:
-        """Tokens that all live requests have still to compute; `most_output` caps what each may generate, since few
-        reach their limit. For any thread."""
-        return sum(
-            request.remaining + max(0, min(request.params.max_new_tokens, most_output) - request.num_output_tokens)
-            for request in list(self._live.values())
-        )
+    def load(self, most_output: int) -> Load:
+        """How much there is to do, by a look at every live request; for any thread.
+
+        Args:
+            most_output: caps what each may still generate, since few reach their limit.
+        """
+        left = in_flight = waiting = 0
+        for request in list(self._live.values()):
+            left += request.remaining + max(
+                0, min(request.params.max_new_tokens, most_output) - request.num_output_tokens
+            )
+            in_flight += request.num_tokens
+            waiting += request.remaining if request.status == RequestStatus.PENDING else 0
+        return Load(left, in_flight, waiting)
 
     def live(self) -> Iterator[Request]:
         """Every request that was added and has not left."""

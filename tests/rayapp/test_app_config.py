@@ -14,6 +14,7 @@ from pydantic import ValidationError
 import rayapp.app
 import rayapp.cluster
 from rayapp.app import build, engine_application, resolve_device
+from rayapp.autoscaling import ScalingPolicy
 from rayapp.config import AppConfig, ModelConfig, RouterConfig, deployment_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,10 +73,14 @@ def test_autoscaling_aims_at_a_share_of_what_an_engine_runs() -> None:
     )
     deployment = engine_application(scaled, RouterConfig())._bound_deployment  # type: ignore[attr-defined]
     config = deployment._deployment_config.autoscaling_config
-    assert (config.min_replicas, config.max_replicas, config.target_ongoing_requests) == (0, 3, 6)
+    assert (config.min_replicas, config.max_replicas) == (0, 3)
+    targets = config.policy.policy_kwargs
+    assert (targets["ongoing_requests"], targets["most_requests"]) == (6, 10)
+    assert targets["waiting_prefill_tokens"] > 512
+    assert isinstance(config.policy.get_policy()(**targets), ScalingPolicy)
     own = model(autoscaling={"max_replicas": 2, "target_ongoing_requests": 5, "upscale_delay_s": 1})
     fields = own.autoscaling.for_serve(own) if own.autoscaling else {}
-    assert (fields["target_ongoing_requests"], fields["upscale_delay_s"]) == (5, 1)
+    assert (fields["policy"]["policy_kwargs"]["ongoing_requests"], fields["upscale_delay_s"]) == (5, 1)
 
 
 def test_replicas_that_may_come_share_the_memory_of_the_host() -> None:
