@@ -445,7 +445,7 @@ class Traffic:
     ENTRIES = 16384
     RINGS = 256
     WINDOW = 16  # calls of this process for each replica over which shares are taken
-    PIECES = 8.0  # copies for each replica's worth of load: smaller pieces lie more evenly
+    PIECES = 16.0  # copies for each replica's worth of load: smaller pieces lie more evenly
     REUSE_CALLS = 64
     DOUBT = 3.0  # calls that a prefix must have had before they count
 
