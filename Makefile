@@ -7,13 +7,14 @@
 #   make bench       throughput, latency, prefix hits and the parts of a step, beside the peers in COMPARE: those among
 #                    transformers, openvino and vllm; the latter two run in environments that PEERS names, for example
 #                    COMPARE="transformers openvino" PEERS="--openvino-python /venvs/ov/bin/python"
-# ARGS="..." goes to pytest or to the benchmark, for example ARGS="tests/engine -k O18" or ARGS="--reps 5". PYTHON
-# chooses the interpreter of .venv.
+# ARGS="..." goes to pytest or to the benchmark, for example ARGS="tests/engine -k O18" or ARGS="--reps 5". Tests run in
+# WORKERS processes; ARGS="-n0 ..." runs them in pytest's own. PYTHON chooses the interpreter of .venv.
 
 PYTHON ?= python3
 MODEL ?= smollm2-135m-instruct
 CONFIG ?= serve_config.yaml
 ARGS ?=
+WORKERS ?= 2
 COMPARE ?= transformers
 PEERS ?=
 
@@ -39,10 +40,10 @@ serve: install model
 	@exec $(BIN)/serve run $(CONFIG)
 
 test: $(DONE)/test install model
-	$(call step,Running the tests,$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS))
+	$(call step,Running the tests,$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS))
 
 test-all: $(DONE)/test install model
-	$(call step,Running all tests,$(BIN)/python -m pytest $(ARGS))
+	$(call step,Running all tests,$(BIN)/python -m pytest -n $(WORKERS) $(ARGS))
 
 lint: $(DONE)/test
 	$(call step,Checking the style,$(BIN)/ruff check . && $(BIN)/ruff format --check .)

@@ -26,6 +26,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Shells start background jobs with SIGINT ignored, and these hand that on; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+NEEDS_RAY = {"served", "serve_session"}
+
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() in ("1", "true") else "dev")
@@ -36,7 +38,10 @@ def wait_limit(seconds: float) -> float:
     return seconds * float(os.environ.get("TEST_TIME_SCALE", "1"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(work_unit(item)))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
@@ -44,6 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in on_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def work_unit(item: pytest.Item) -> str:
+    """Tests of one unit run in one process, in order: all that need Ray, of which a host has one session, and otherwise
+    those of a file, or of a part of it that its mark `unit` names, which share models and references."""
+    if item.path.parent.name in ("cluster", "conformance") or NEEDS_RAY & set(getattr(item, "fixturenames", ())):
+        return "ray"
+    file = item.path.relative_to(item.config.rootpath).as_posix()
+    part = item.get_closest_marker("unit")
+    return f"{file}-{part.args[0]}" if part else file
 
 
 @pytest.fixture(scope="session")
