@@ -64,7 +64,12 @@ def test_unknown_keys_of_serve_are_found() -> None:
 
 
 def test_kuberay_serves_the_same_as_ray_up(service: Any) -> None:
-    assert yaml.safe_load(service.spec.serveConfigV2) == yaml.safe_load((CLUSTER / "serve_config.yaml").read_text())
+    served = yaml.safe_load(service.spec.serveConfigV2)
+    keys = Path(served["applications"][0]["args"].pop("api")["keys_file"])
+    assert served == yaml.safe_load((CLUSTER / "serve_config.yaml").read_text())
+    assert AppConfig.model_validate({"models": [{"name": "m"}], "api": {"keys_file": str(keys)}}).api.keys_file == keys
+    worker = service.spec.rayClusterConfig.workerGroupSpecs[0].template.spec.containers[0]
+    assert str(keys.parent) in {mount.mountPath for mount in worker.volumeMounts}
 
 
 def test_the_cluster_file_passes_ray_s_schema() -> None:
