@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.work_units import WorkUnits, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,8 +28,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Shells start background jobs with SIGINT ignored, and these hand that on; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-NEEDS_RAY = {"served", "serve_session"}
-
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() in ("1", "true") else "dev")
@@ -38,10 +38,14 @@ def wait_limit(seconds: float) -> float:
     return seconds * float(os.environ.get("TEST_TIME_SCALE", "1"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorkUnits:
+    return WorkUnits(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(work_unit(item)))
+        check(item)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
@@ -49,16 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in on_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def work_unit(item: pytest.Item) -> str:
-    """Tests of one unit run in one process, in order: all that need Ray, of which a host has one session, and otherwise
-    those of a file, or of a part of it that its mark `unit` names, which share models and references."""
-    if item.path.parent.name in ("cluster", "conformance") or NEEDS_RAY & set(getattr(item, "fixturenames", ())):
-        return "ray"
-    file = item.path.relative_to(item.config.rootpath).as_posix()
-    part = item.get_closest_marker("unit")
-    return f"{file}-{part.args[0]}" if part else file
 
 
 @pytest.fixture(scope="session")
@@ -96,16 +90,19 @@ def tiny() -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def served(smol_path: Path, tiny_http_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
-    """One `serve run` for every HTTP test: SMOL as `smol`, TINY as `tiny`, and two models that dictate their text."""
-    from tests.models import build_chain, save
+    """One `serve run` for every test that looks from outside: SMOL as `smol`, two replicas of TINY as `tiny`, and
+    `chain`, which dictates its text. tests/cluster ends it."""
+    from tests.models import CHAIN_NEWLINES, CHAIN_THERE, build_chain, save
     from tests.serving import ServeRun, model_args
 
     folder = tmp_path_factory.mktemp("served")
-    chains = {"chain-newlines": [504, 198, 253, 216, 28, 2], "chain-there": [504, 11527, 253, 2]}
-    sources = {"smol": smol_path, "tiny": tiny_http_path}
-    for name, walk in chains.items():
-        sources[name] = save(build_chain(walk, eos_token_id=2), folder / name, smol_path)
-    with ServeRun(folder, [model_args(name, source) for name, source in sources.items()]) as run:
+    chain = build_chain([CHAIN_THERE, 11527, CHAIN_NEWLINES, 198, 253, 216, 28, 2], eos_token_id=2)
+    models = [
+        model_args("smol", smol_path),
+        model_args("tiny", tiny_http_path, num_replicas=2, num_threads=1),
+        model_args("chain", save(chain, folder / "chain", smol_path)),
+    ]
+    with ServeRun(folder, models) as run:
         yield run
 
 

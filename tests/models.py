@@ -29,6 +29,9 @@ ACC = " ".join(["e\u0301"] * 5)
 ACC_TOKENS = 15
 ACC_IDS = [297, 151, 219] * 5
 
+# Prompts of one token for the model `chain` that is served, whose answers begin with "there" and with a newline.
+CHAIN_THERE, CHAIN_NEWLINES = 66, 504
+
 SMOL_VOCAB = 49152
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

@@ -28,8 +28,7 @@ def test_O18_lengths_around_block_borders_alone(tiny: PreTrainedModel, page_size
                 cached = request.computed
                 assert cached == length + request.num_output_tokens - 1
                 assert cache.num_used_blocks == -(-cached // page_size)
-        for n in NEW:
-            assert request.output_ids[:n] == ref(tiny, prompt, n)
+        assert request.output_ids == ref(tiny, prompt, max(NEW))
 
 
 @pytest.mark.parametrize("page_size", [4, 16, 256])
@@ -39,7 +38,7 @@ def test_O18_lengths_around_block_borders_together(tiny: PreTrainedModel, page_s
     stepper.drain()
     for request_id, output in stepper.results().items():
         prompt, n = asked[request_id]
-        assert output.generated_tokens == ref(tiny, prompt, n)
+        assert output.generated_tokens == ref(tiny, prompt, max(NEW))[:n]
         assert output.finish_reason == "length"
 
 
@@ -74,8 +73,23 @@ def test_O20_the_same_prompt_many_times_in_one_cold_step(tiny: PreTrainedModel, 
         assert results[request.request_id].generated_tokens == ref(tiny, p, 16)
 
 
+@pytest.mark.parametrize("budget", [7, 16, 512])
+def test_O21_chunked_prefill_equals_unchunked(tiny: PreTrainedModel, budget: int) -> None:
+    check_chunks(Variant(tiny), budget)
+
+
+@pytest.mark.parametrize("budget", [17, 64])  # a chunk that ends within blocks, and one as long as four of them
+def test_O21_chunked_prefill_in_every_variant(any_variant: Variant, budget: int) -> None:
+    check_chunks(any_variant, budget)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [7, 16, 17, 64, 512])
-def test_O21_chunked_prefill_equals_unchunked(any_variant: Variant, budget: int) -> None:
+def test_O21_chunked_prefill_in_every_variant_with_every_budget(any_variant: Variant, budget: int) -> None:
+    check_chunks(any_variant, budget)
+
+
+def check_chunks(any_variant: Variant, budget: int) -> None:
     stepper = any_variant.stepper(max_batch_tokens=budget)
     long_running = [(stepper.add(tokens(i, 9), 100, streaming=True), tokens(i, 9), 100) for i in range(4)]
     arriving = []
@@ -93,6 +107,7 @@ def test_O21_chunked_prefill_equals_unchunked(any_variant: Variant, budget: int)
 
 
 def test_O22_eviction_reuse_and_reference_counts(any_variant: Variant) -> None:
+    most = 8
     rng = random.Random(22)
     families = [tokens(22 + family, 48) for family in range(6)]
     stepper = any_variant.stepper(num_blocks=12, max_batch_tokens=64, max_requests_per_batch=4)
@@ -102,7 +117,7 @@ def test_O22_eviction_reuse_and_reference_counts(any_variant: Variant) -> None:
         # Tails from a small set: references are computed once, prefixes still meet in every order.
         tail = rng.randrange(8)
         prompt = rng.choice(families) + tokens(tail, 1 + 2 * tail)
-        request = stepper.add(prompt, rng.randrange(1, 9))
+        request = stepper.add(prompt, rng.randrange(1, most + 1))
         asked[request.request_id] = (prompt, request.params.max_new_tokens)
         while stepper.core.scheduler.num_running + stepper.core.scheduler.num_waiting >= 4:
             stepper.step()
@@ -111,7 +126,7 @@ def test_O22_eviction_reuse_and_reference_counts(any_variant: Variant) -> None:
     stepper.drain()
     results = stepper.results()
     for request_id, (prompt, n) in asked.items():
-        assert results[request_id].generated_tokens == ref(any_variant.model, prompt, n)
+        assert results[request_id].generated_tokens == ref(any_variant.model, prompt, most)[:n]
         hits += results[request_id].cached_tokens > 0
     assert hits > 30 or not stepper.manager.settings.sharing, "the cache was hardly used, so this shows nothing"
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ import openai
 import pytest
 
 from tests.conftest import wait_limit
-from tests.serving import BIN, ROOT, ServeRun, model_args, wait_until
+from tests.serving import BIN, ROOT, ServeRun, wait_until
 
 STOP_LIMIT_S = 20
 OPENING = "You are a patient assistant who answers in few words and never repeats the question. " * 12
@@ -66,11 +65,8 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_http_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeRun]:
-    """Two tiny replicas."""
-    tiny = model_args("tiny", tiny_http_path, num_replicas=2, num_threads=1)
-    with ServeRun(tmp_path_factory.mktemp("serve"), [tiny]) as run:
-        yield run
+def server(served: ServeRun) -> ServeRun:
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +79,7 @@ def other(server: ServeRun) -> Iterator[OtherProcess]:
 def test_the_terminal_shows_what_runs_and_where(server: ServeRun) -> None:
     wait_until(lambda: "Convoy is ready" in server.log.read_text(), 10)
     log = server.log.read_text()
-    assert f"{server.url}/v1 serves tiny" in log
+    assert f"{server.url}/v1 serves smol, tiny, chain" in log
     assert re.search(r"Convoy \S+: tiny in float32 on cpu, 1 threads", log)
     assert "KV cache: 16,384 tokens" in log
     assert "maximum concurrency: 4.00 requests of 4,096 tokens" in log
@@ -93,7 +89,7 @@ def test_the_terminal_shows_what_runs_and_where(server: ServeRun) -> None:
 def test_openai_client_checks_every_answer_strictly(server: ServeRun) -> None:
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", _strict_response_validation=True) as client:
-        assert [model.id for model in client.models.list()] == ["tiny"]
+        assert [model.id for model in client.models.list()] == ["smol", "tiny", "chain"]
         whole = client.chat.completions.create(model="tiny", messages=messages, n=4, max_tokens=8, seed=1)
         assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
         stream = client.chat.completions.create(model="tiny", messages=messages, n=4, max_tokens=8, seed=1, stream=True)
@@ -118,7 +114,7 @@ def test_O40_turns_reach_one_replica_from_http_another_process_and_a_job(server:
             homes[opening + text] = used
     for text, home in homes.items():
         before = other.served()
-        other.ask(f"client.generate({text + ' Go on.'!r}, max_tokens=4)")
+        other.ask(f"client.generate({text + ' Go on.'!r}, model='tiny', max_tokens=4)")
         assert _used(before, other.served()) == home
     ids = [7, *range(200, 340)]
     home_of_ids, _ = _complete(server, other, ids)
@@ -160,6 +156,7 @@ def _submit(server: ServeRun, arguments: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.ends_server
 def test_zz_ctrl_c_ends_everything_within_seconds(server: ServeRun) -> None:
     """Also while an answer is streamed, which breaks off. The last test of this file: it ends the server."""
     body = {"model": "tiny", "prompt": OPENING, "max_tokens": 3900, "stream": True}

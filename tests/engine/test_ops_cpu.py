@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +151,23 @@ def test_the_process_has_one_openmp() -> None:
 # The build
 
 
+@pytest.fixture
+def small_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A source that is compiled in a second takes the kernels' place."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "small.cpp").write_text(SMALL_SOURCE)
+    monkeypatch.setattr(build, "FOLDER", folder)
+    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+SMALL_SOURCE = """
+#include <regex>
+extern "C" int run_tape(const char* text) { return std::regex_match(text, std::regex("a+")); }
+"""
+
+
 def load_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops made from now on load the library themselves."""
     monkeypatch.setattr(library, "_library", library._library.__wrapped__)
@@ -195,28 +211,29 @@ def test_a_cache_folder_that_cannot_be_used(
     assert "CONVOY_CACHE" in fallback_log(caplog)
 
 
-def test_two_processes_that_build_at_once(tmp_path: Path) -> None:
-    code = "from engine.ops.cpu import build; build.load_library().write_bf16; print(build.library_path())"
-    env = {**os.environ, "CONVOY_CACHE": str(tmp_path)}
-    builders = [
-        subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+def test_two_processes_that_build_at_once(small_sources: Path, tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; from engine.ops.cpu import build; build.FOLDER = pathlib.Path(sys.argv[1]);"
+        "build.load_library().run_tape; print(build.library_path())"
+    )
+    command = [sys.executable, "-c", code, str(small_sources)]
+    builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [builder.communicate(timeout=wait_limit(120))[0].strip() for builder in builders]
     assert [builder.returncode for builder in builders] == [0, 0]
-    (library,) = (tmp_path / "ops").iterdir()
+    (library,) = (tmp_path / "cache" / "ops").iterdir()
     assert outputs == [str(library)] * 2
     ctypes.CDLL(str(library))
 
 
+@pytest.mark.usefixtures("small_sources")
 def test_a_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     build.load_library()
     monkeypatch.setenv("PATH", str(tmp_path))  # without a compiler
     build.load_library()
 
 
-def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("small_sources")
+def test_a_damaged_library_is_built_again() -> None:
     path = build.library_path()
     path.parent.mkdir(parents=True)
     path.touch()
