@@ -43,9 +43,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorkUnits:
     return WorkUnits(config, log)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    check(item)  # while items are collected pytest-xdist would break off without a word on why
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        check(item)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch
