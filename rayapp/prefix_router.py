@@ -56,7 +56,7 @@ MAX_OUTPUT_TOKENS = 1024  # a limit is seldom reached: beyond this it says nothi
 
 MEMORY_ENTRIES = 65536  # of about 250 bytes
 REPLICAS_PER_ENTRY = 4
-MEMORY_STRIDE = 8  # hints are remembered at every so many depths, and at their end
+MEMORY_STRIDE = 8  # hints are remembered where they begin to differ, at every so many depths, and at their end
 
 HOME, SPILLED, FALLBACK = "home", "spilled", "fallback"
 
@@ -408,16 +408,16 @@ class Memory:
             if keys[index] in known and (names := self.get(keys[index], fleet)):
                 yield index, names
 
-    def record(self, call: Call, name: str, fleet: Fleet) -> None:
-        """Remember that a replica now holds the prompt of `call`."""
+    def record(self, call: Call, start: int, name: str, fleet: Fleet) -> None:
+        """Remember that a replica now holds the prompt of `call`, from `Choice.start` on."""
         life = fleet.life(name)
         if life is None:
             return
         if len(call.hint) > HOME_INDEX:
             last = len(call.hint) - 1
-            for index in range(last - last % MEMORY_STRIDE - 1, HOME_INDEX, -MEMORY_STRIDE):
+            strided = range(last - last % MEMORY_STRIDE - 1, start, -MEMORY_STRIDE)
+            for index in {last, *strided, min(start, last)}:
                 self._put(call.hint[index], life)
-            self._put(call.hint[last], life)
         if call.session is not None:
             self._put(call.session, life)
         while len(self._lives) > self._entries:
@@ -678,7 +678,8 @@ class PrefixAffinityRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """The replica accepted the call: only now does it hold the prefix."""
         try:
-            self._memory.record(self._call(pending_request), replica_id.unique_id, self._fleet)
+            start = getattr(pending_request, "_convoy_start", HOME_INDEX)
+            self._memory.record(self._call(pending_request), start, replica_id.unique_id, self._fleet)
         except Exception:
             self._log_surprise("remembering a prefix")
 
@@ -751,6 +752,7 @@ class PrefixAffinityRouter(RequestRouter):
     def _count(self, pending_request: PendingRequest, replica: RunningReplica, choice: Choice) -> None:
         """The call is about to be sent. Serve tells of its end, or that it was refused, in `on_request_completed`."""
         name = replica.replica_id.unique_id
+        pending_request._convoy_start = choice.start  # type: ignore[attr-defined]
         self._costs[name, pending_request.metadata.internal_request_id].append(choice.cost)
         self._fleet.sent(name, choice.cost)
         if not choice.cost:  # no generation
