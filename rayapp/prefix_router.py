@@ -43,8 +43,8 @@ HOME_INDEX = AFFINITY_TOKENS // HINT_STEP - 1
 # three, a sequential caller would be moved by its own request that has just ended.
 MIN_CAP = 3
 LOAD_FACTOR = 1.75
-# What is known to be cached on a replica excuses so much more load on it, token for token.
-CACHED_CREDIT = 1.0
+# What is thought to be cached on a replica excuses so much more load on it for each token.
+CACHED_CREDIT = 0.75
 # With less than this of what may be at its home, a remembered replica has missed what other processes sent since.
 BEHIND = 0.6
 # While fewer prompts than this find anything, there is nothing to gain from a home: the others go by load.
@@ -553,7 +553,12 @@ def choose(
         reuse = traffic.reuse(keys, start) if start < len(keys) else 0.0
     if not keys or not fleet.names:
         return _by_load(fleet, fleet.names, rng, FALLBACK, whole)
-    cap = max(min_cap * max(traffic.usual, whole), load_factor * (fleet.total + whole) / len(fleet.names))
+
+    def room(cached: int, sure: int) -> float:
+        """The load above which a replica is passed over that has so many tokens cached, `sure` of them its own."""
+        cost, mean = whole - cached, (fleet.total + whole - cached) / len(fleet.names)
+        return max(min_cap * max(traffic.usual, cost), load_factor * mean) - cost + CACHED_CREDIT * sure
+
     # Every replica of the ring will soon have what is hot; the rest may have come to its home from another process.
     at_home = hot + int(reuse * (call.prompt_tokens - hot))
     known = False
@@ -563,12 +568,11 @@ def choose(
         name = min(names, key=fleet.load.__getitem__)
         if cached < BEHIND * at_home:
             break
-        if name not in fleet.avoided and fleet.load[name] + whole - cached <= cap + CACHED_CREDIT * cached:
+        if name not in fleet.avoided and fleet.load[name] <= room(cached, cached):
             return Choice(name, _rest(name, ring.order(keys[start]), fleet), HOME, whole - cached, start, True)
     if not known and reuse < MIN_REUSE:
         return _by_load(fleet, ring.members, rng, HOME if hot else FALLBACK, whole - hot, start)
-    room = cap - (whole - at_home) + CACHED_CREDIT * (at_home - hot)
-    name, decision, order = _first_below(room, ring.order(keys[start]), fleet)
+    name, decision, order = _first_below(room(at_home, at_home - hot), ring.order(keys[start]), fleet)
     return Choice(name, _rest(name, order, fleet), decision, whole - at_home, start, known)
 
 
