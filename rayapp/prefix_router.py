@@ -43,8 +43,8 @@ HOME_INDEX = AFFINITY_TOKENS // HINT_STEP - 1
 # three, a sequential caller would be moved by its own request that has just ended.
 MIN_CAP = 3
 LOAD_FACTOR = 1.75
-# What is known to be cached on a replica excuses so much more load on it, token for token.
-CACHED_CREDIT = 1.0
+# What is thought to be cached on a replica excuses so much more load on it for each token.
+CACHED_CREDIT = 0.75
 # With less than this of what may be at its home, a remembered replica has missed what other processes sent since.
 BEHIND = 0.6
 # While fewer prompts than this find anything, there is nothing to gain from a home: the others go by load.
@@ -56,7 +56,7 @@ MAX_OUTPUT_TOKENS = 1024  # a limit is seldom reached: beyond this it says nothi
 
 MEMORY_ENTRIES = 65536  # of about 250 bytes
 REPLICAS_PER_ENTRY = 4
-MEMORY_STRIDE = 8  # hints are remembered at every so many depths, and at their end
+MEMORY_STRIDE = 8  # hints are remembered where they begin to differ, at every so many depths, and at their end
 
 HOME, SPILLED, FALLBACK = "home", "spilled", "fallback"
 
@@ -408,16 +408,16 @@ class Memory:
             if keys[index] in known and (names := self.get(keys[index], fleet)):
                 yield index, names
 
-    def record(self, call: Call, name: str, fleet: Fleet) -> None:
-        """Remember that a replica now holds the prompt of `call`."""
+    def record(self, call: Call, start: int, name: str, fleet: Fleet) -> None:
+        """Remember that a replica now holds the prompt of `call`, from `Choice.start` on."""
         life = fleet.life(name)
         if life is None:
             return
         if len(call.hint) > HOME_INDEX:
             last = len(call.hint) - 1
-            for index in range(last - last % MEMORY_STRIDE - 1, HOME_INDEX, -MEMORY_STRIDE):
+            strided = range(last - last % MEMORY_STRIDE - 1, start, -MEMORY_STRIDE)
+            for index in {last, *strided, min(start, last)}:
                 self._put(call.hint[index], life)
-            self._put(call.hint[last], life)
         if call.session is not None:
             self._put(call.session, life)
         while len(self._lives) > self._entries:
@@ -553,7 +553,12 @@ def choose(
         reuse = traffic.reuse(keys, start) if start < len(keys) else 0.0
     if not keys or not fleet.names:
         return _by_load(fleet, fleet.names, rng, FALLBACK, whole)
-    cap = max(min_cap * max(traffic.usual, whole), load_factor * (fleet.total + whole) / len(fleet.names))
+
+    def room(cached: int, sure: int) -> float:
+        """The load above which a replica is passed over that has so many tokens cached, `sure` of them its own."""
+        cost, mean = whole - cached, (fleet.total + whole - cached) / len(fleet.names)
+        return max(min_cap * max(traffic.usual, cost), load_factor * mean) - cost + CACHED_CREDIT * sure
+
     # Every replica of the ring will soon have what is hot; the rest may have come to its home from another process.
     at_home = hot + int(reuse * (call.prompt_tokens - hot))
     known = False
@@ -563,12 +568,11 @@ def choose(
         name = min(names, key=fleet.load.__getitem__)
         if cached < BEHIND * at_home:
             break
-        if name not in fleet.avoided and fleet.load[name] + whole - cached <= cap + CACHED_CREDIT * cached:
+        if name not in fleet.avoided and fleet.load[name] <= room(cached, cached):
             return Choice(name, _rest(name, ring.order(keys[start]), fleet), HOME, whole - cached, start, True)
     if not known and reuse < MIN_REUSE:
         return _by_load(fleet, ring.members, rng, HOME if hot else FALLBACK, whole - hot, start)
-    room = cap - (whole - at_home) + CACHED_CREDIT * (at_home - hot)
-    name, decision, order = _first_below(room, ring.order(keys[start]), fleet)
+    name, decision, order = _first_below(room(at_home, at_home - hot), ring.order(keys[start]), fleet)
     return Choice(name, _rest(name, order, fleet), decision, whole - at_home, start, known)
 
 
@@ -678,7 +682,8 @@ class PrefixAffinityRouter(RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """The replica accepted the call: only now does it hold the prefix."""
         try:
-            self._memory.record(self._call(pending_request), replica_id.unique_id, self._fleet)
+            start = getattr(pending_request, "_convoy_start", HOME_INDEX)
+            self._memory.record(self._call(pending_request), start, replica_id.unique_id, self._fleet)
         except Exception:
             self._log_surprise("remembering a prefix")
 
@@ -751,6 +756,7 @@ class PrefixAffinityRouter(RequestRouter):
     def _count(self, pending_request: PendingRequest, replica: RunningReplica, choice: Choice) -> None:
         """The call is about to be sent. Serve tells of its end, or that it was refused, in `on_request_completed`."""
         name = replica.replica_id.unique_id
+        pending_request._convoy_start = choice.start  # type: ignore[attr-defined]
         self._costs[name, pending_request.metadata.internal_request_id].append(choice.cost)
         self._fleet.sent(name, choice.cost)
         if not choice.cost:  # no generation

@@ -73,7 +73,7 @@ def decision_us(replicas: int, prompt_tokens: int = 2048) -> float:
     calls = [Call([rng.getrandbits(64) for _ in range(prompt_tokens // BLOCK)], prompt_tokens) for _ in range(3000)]
     for call in calls[1000:]:
         choice = choose(call, fleet, memory, traffic, rng=rng)
-        memory.record(call, choice.first or "", fleet)
+        memory.record(call, choice.start, choice.first or "", fleet)
     best = math.inf
     for start in range(0, 1000, 20):
         started = time.thread_time()

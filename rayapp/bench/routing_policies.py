@@ -41,7 +41,7 @@ class Convoy:
         choice = choose(call, self._fleet, self._memory, self._traffic, rng=self._rng)
         name = choice.first or ""
         self._fleet.sent(name, choice.cost)
-        self._memory.record(call, name, self._fleet)
+        self._memory.record(call, choice.start, name, self._fleet)
         self._traffic.record(call, choice, self._fleet)
         self._costs[session, turn.prompt] = choice.cost
         self.decisions[choice.decision] += 1

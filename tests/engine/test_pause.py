@@ -168,9 +168,12 @@ def test_prefixes_are_kept_only_when_every_holder_says_so(tiny: PreTrainedModel)
 
     with running(tiny) as manager:
         collect(manager, [manager.add_request(prompt, max_new_tokens=2)])
+        epoch = manager.stats()["epoch"]
         assert cached_after(True) == 32
         assert cached_after(True, True) == 32
+        assert manager.stats()["epoch"] == epoch
         assert cached_after(True, False) == 0
+        assert manager.stats()["epoch"] == epoch + 1
         assert cached_after(False, True) == 0
         assert cached_after(False) == 0
 

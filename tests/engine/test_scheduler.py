@@ -29,6 +29,21 @@ def assert_undisturbed(*requests: Request) -> None:
         assert request.output_ids == reference(request.prompt_ids, request.params.max_new_tokens), request.request_id
 
 
+def test_tokens_left_are_what_steps_compute() -> None:
+    """Of requests that run and wait: the prompt not yet computed, and what may be generated up to a cap."""
+    engine = Engine(100, 4, budget=10)
+    engine.add(prompt(15, 1), 4)
+    engine.add(prompt(30, 2), 50)
+    scheduler = engine.scheduler
+    assert scheduler.tokens_left(1024) == 15 + 4 + 30 + 50
+    assert scheduler.tokens_left(20) == 15 + 4 + 30 + 20
+    left = scheduler.tokens_left(20)
+    batch = engine.step()
+    assert scheduler.tokens_left(20) == left - batch.num_tokens
+    engine.drain()
+    assert scheduler.tokens_left(20) == 0
+
+
 # Budgets and order
 
 

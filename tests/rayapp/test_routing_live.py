@@ -31,7 +31,7 @@ WARM_UP, MEASURED, AT_ONCE = 40, 80, 4  # requests a replica
 @pytest.fixture(scope="module")
 def app(deploy: Callable[..., App], tiny_http_path: Path) -> App:
     engine = {"page_size": PAGE, "num_blocks": CACHE_TOKENS // PAGE, "max_batch_tokens": 512}
-    model = tiny_model(tiny_http_path, num_replicas=3, num_gpus=0.6, engine=engine)
+    model = tiny_model(tiny_http_path, num_replicas=3, num_gpus=0.5, engine=engine)
     return deploy("routing-live", models=[model], router={"digest_period_s": 0.5})
 
 

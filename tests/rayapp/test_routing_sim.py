@@ -117,7 +117,7 @@ def test_a_decision_looks_at_few_of_a_thousand_replicas() -> None:
         choice = choose(call, fleet, memory, traffic, rng=rng)
         assert fleet.load.reads <= 2 * MAX_WALK
         fleet.sent(choice.first or "", choice.cost)
-        memory.record(call, choice.first or "", fleet)
+        memory.record(call, choice.start, choice.first or "", fleet)
         traffic.record(call, choice, fleet)
 
 
