@@ -63,7 +63,7 @@ def ended(manager: ContinuousBatchingManager, count: int = 1) -> dict[str, Gener
     """The next `count` terminal outputs, by id."""
     outputs: dict[str, GenerationOutput] = {}
     while len(outputs) < count:
-        output = manager.get_result(timeout=wait_limit(30))
+        output = manager.get_result(timeout=wait_limit(90))
         assert output is not None, "nothing comes"
         if output.is_finished():
             outputs[output.request_id] = output
@@ -139,7 +139,7 @@ def life(model: PreTrainedModel) -> dict[str, Any]:
     manager = init_continuous_batching(model, NO_EOS, config())
     manager.start()
     returned = manager.add_request(GREEDY, "long", max_new_tokens=200, streaming=True)
-    first = manager.get_result(timeout=wait_limit(30))
+    first = manager.get_result(timeout=wait_limit(90))
     assert first is not None
     manager.cancel_request("long")
     cancelled = ended(manager)["long"]
@@ -260,7 +260,7 @@ def killed(model: PreTrainedModel) -> dict[str, Any]:
     with running(model, max_batch_tokens=8, cpu_group_timeout=wait_limit(60)) as manager:
         for index in range(3):
             manager.add_request(GREEDY, f"request-{index}", max_new_tokens=230, streaming=index == 0)
-        manager.get_result(timeout=wait_limit(30))
+        manager.get_result(timeout=wait_limit(90))
         (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
         outputs = ended(manager, 3)
         manager.join(timeout=wait_limit(30))

@@ -35,13 +35,13 @@ def test_tokens_left_are_what_steps_compute() -> None:
     engine.add(prompt(15, 1), 4)
     engine.add(prompt(30, 2), 50)
     scheduler = engine.scheduler
-    assert scheduler.tokens_left(1024) == 15 + 4 + 30 + 50
-    assert scheduler.tokens_left(20) == 15 + 4 + 30 + 20
-    left = scheduler.tokens_left(20)
+    assert scheduler.load(1024).tokens_left == 15 + 4 + 30 + 50
+    assert scheduler.load(20).tokens_left == 15 + 4 + 30 + 20
+    left = scheduler.load(20).tokens_left
     batch = engine.step()
-    assert scheduler.tokens_left(20) == left - batch.num_tokens
+    assert scheduler.load(20).tokens_left == left - batch.num_tokens
     engine.drain()
-    assert scheduler.tokens_left(20) == 0
+    assert scheduler.load(20).tokens_left == 0
 
 
 # Budgets and order

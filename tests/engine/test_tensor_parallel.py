@@ -34,7 +34,7 @@ from tests.harness import NO_EOS, config, tokens
 from tests.models import build_random, build_tiny, ref
 from tests.serving import ROOT, wait_until
 
-LIMIT_S = 120
+LIMIT_S = 230
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 WORKER = "tests.engine.tensor_parallel_worker"
 PROMPTS = [tokens(seed, 14 * seed) for seed in range(1, 6)]

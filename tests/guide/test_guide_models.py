@@ -18,7 +18,7 @@ from tests.conftest import wait_limit
 from tests.guide.blocks import GUIDE, SPELLINGS, Reader, fitted, script, spelled
 from tests.serving import BIN, ROOT
 
-TORCHRUN_S = 120
+TORCHRUN_S = 240
 
 
 def test_attention_backend(reader: Reader) -> None:

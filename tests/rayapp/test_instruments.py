@@ -176,7 +176,7 @@ def exported(model: str) -> Counter[str]:
 def test_the_exporter_s_figures_add_up(deploy: Callable[..., App], tiny_http_path: Path) -> None:
     from ray import serve
 
-    model = tiny_model(tiny_http_path) | {"name": "counted"}
+    model = tiny_model(tiny_http_path, num_gpus=None) | {"name": "counted"}
     app = deploy("counted", models=[model])
     prompt = "one two three four five six seven eight nine ten " * 20
     usages = []

@@ -161,6 +161,7 @@ def test_chaos_on_two_replicas(pair: App, seed: int) -> None:
     assert quiet(pair)
 
 
+@pytest.mark.slow
 def test_a_rolling_redeploy_under_load_fails_no_request(pair: App, tiny_http_path: Path) -> None:
     """From two replicas to three: every engine and the Router are replaced while clients keep asking."""
     asks = mixed(6, seed=3, tokens=(20, 60))
@@ -195,7 +196,8 @@ def test_a_rolling_redeploy_under_load_fails_no_request(pair: App, tiny_http_pat
     print(f"{sum(rounds)} requests during the redeploy")
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
 def test_chaos_on_three_replicas(pair: App, seed: int) -> None:
     """The same with three kills. Runs behind the redeploy to three."""
     asks = mixed(50, seed=20 + seed)

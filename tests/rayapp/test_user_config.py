@@ -31,7 +31,7 @@ def deploy(models: list[dict[str, Any]], user_config: dict[str, Any]) -> None:
 
 
 def test_limits_change_without_a_restart(serve_session: ServeSession, tiny_http_path: Path) -> None:
-    models = [tiny_model(tiny_http_path)]
+    models = [tiny_model(tiny_http_path, num_gpus=None)]
     url = f"{serve_session.url}/{NAME}"
     body = {"model": "tiny", "prompt": "one two three four five six", "max_tokens": 2}
 
@@ -45,6 +45,9 @@ def test_limits_change_without_a_restart(serve_session: ServeSession, tiny_http_
     def pid() -> int:
         facts = serve.get_app_handle(NAME).options(method_name="facts").remote().result(timeout_s=wait_limit(30))
         return int(facts["pid"])
+
+    def settings_error() -> str:
+        return str(httpx.get(f"{url}/health", timeout=wait_limit(10)).json().get("settings_error"))
 
     try:
         deploy(models, {})
