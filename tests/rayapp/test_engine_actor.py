@@ -118,6 +118,23 @@ def test_abort_and_closed_generators_end_the_request(run: Callable[[Scenario], N
     run(scenario)
 
 
+def test_a_cancelled_call_ends_its_request_though_no_abort_comes(run: Callable[[Scenario], None]) -> None:
+    async def scenario(actor: EngineActor) -> None:
+        for way in ("attend", "generate"):
+            before = (await actor.stats())["steps"]
+            request = wire_request(PROMPT, {"max_new_tokens": 4000}) | {"subscriber": "reader"}
+            call = asyncio.create_task(actor.attend(request) if way == "attend" else collect(actor, request))
+            while (await actor.stats())["steps"] < before + 5:
+                await asyncio.sleep(0.01)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await until_idle(actor)
+            assert (await actor.stats())["steps"] < before + 4000, way
+
+    run(scenario)
+
+
 def test_refusals_name_the_argument(run: Callable[[Scenario], None]) -> None:
     async def scenario(actor: EngineActor) -> None:
         for sampling, words in (({"top_p": 7.0, "do_sample": True}, "top_p"), ({"nonsense": 1}, "nonsense")):
