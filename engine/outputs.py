@@ -105,6 +105,22 @@ class GenerationOutput:
         """
         return self._request.top_logprobs[: self._others[0]]
 
+    def logprobs_since(self, count: int) -> list[TokenLogprobs]:
+        """Those of the generated tokens after the first `count`, given as `output_ids` or not; costs only what it
+        returns. Empty when not asked for.
+
+        Raises:
+            ValueError: some of them are of tokens that were given, which have none.
+        """
+        made = self._others[0]
+        if not made:
+            return []
+        start = count - (self.num_generated_tokens - made)
+        if start < 0:
+            raise ValueError(f"the first {self.num_generated_tokens - made} tokens were given and have no logprobs")
+        values, tops = self._request.logprobs[start:made], self._request.top_logprobs[start:made]
+        return [TokenLogprobs(value, top) for value, top in zip(values, tops or [[]] * len(values), strict=True)]
+
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:
         """One per prompt token, None for the first, when asked for, else empty. Shorter while, or if it ended while,

@@ -20,6 +20,7 @@ from rayapp.announce import log_to_terminal
 from rayapp.config import ModelConfig
 from rayapp.failures import EngineUnavailable, InvalidRequest, Overloaded
 from rayapp.instruments import EngineInstruments
+from rayapp.scored import scored_prompt, tokens_since
 from rayapp.subscription import Pace, Row, Subscription, finish_reason
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class EngineActor:
             submitted = True
             output = await followed.ended
             ended = True
-            return output.tokens_since(followed.first), finish_reason(output) or "error", self._info(output)
+            return tokens_since(output, followed.first), finish_reason(output) or "error", self._info(output)
         finally:
             self._streams -= 1
             self._served += submitted
@@ -126,7 +127,7 @@ class EngineActor:
             while not ended:
                 output = await mailbox.next(self._pause())
                 ended = output.is_finished()
-                tokens = output.tokens_since(count)
+                tokens = tokens_since(output, count)
                 if tokens or ended:
                     yield tokens, finish_reason(output), self._info(output) if count == first or ended else None
                     count += len(tokens)
@@ -283,7 +284,9 @@ class EngineActor:
         return request_id
 
     def _info(self, output: GenerationOutput) -> dict[str, Any]:
+        scored = scored_prompt(output)
         return {
+            **({} if scored is None else {"prompt": scored}),
             "prompt_tokens": output.num_prompt_tokens,
             "cached_tokens": output.cached_tokens,
             "engine_s": times[0] - output.created_time if (times := output.timestamps) else None,

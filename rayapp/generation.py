@@ -29,7 +29,6 @@ async def generate(
     sampling: SamplingFields,
     stop: list[str],
     index: int = 0,
-    cache_salt: str | None = None,
     watch: GenerationWatch | None = None,
 ) -> AsyncGenerator[Chunk, None]:
     """Drive one generation to its end. The last chunk, and no other, has a finish reason.
@@ -43,20 +42,24 @@ async def generate(
         GenerationError: one of its subclasses.
     """
     fields = {**asdict(sampling), "seed": choice_seed(sampling.seed, index) if sampling.do_sample else None}
-    request = wire_request(prompt_ids, fields, cache_salt=cache_salt)
+    if sampling.logprobs:
+        fields["raw_logprobs"] = True  # what the model thinks, whatever was asked to be done to it
+    request = wire_request(prompt_ids, fields)
     text = _Text(tokenizer, prompt_ids, stop)
-    cached = 0
+    cached, prompt = 0, None
     if watch is not None:
         watch.submitted(request["request_id"])
     async with aclosing(link.generate(request)) as items:
         async for tokens, reason, info in items:
-            cached = info["cached_tokens"] if info else cached
+            if info is not None:
+                cached, prompt = info["cached_tokens"], None if text.count else info.get("prompt")
             piece, taken = text.push(tokens, reason)
             if text.matched:
                 reason = "stop"
             if watch is not None:
                 watch.saw(text.count, reason, info)
-            yield Chunk(piece, taken, reason, text.count, len(prompt_ids), cached)
+            yield Chunk(piece, taken, reason, text.count, len(prompt_ids), cached, prompt)
+            prompt = None
             if reason is not None:
                 return
 
@@ -86,16 +89,16 @@ class _Text:
         self.matched = False
 
     def push(self, tokens: list[int], reason: str | None) -> tuple[str, list[int]]:
-        """The text these tokens let out, and those of them that count."""
+        """The text these tokens let out, and those of them that it is of."""
         # The token that ended the generation is not part of the text, be it the model's own or one the caller chose.
         shown = tokens[:-1] if reason == "stop" else tokens
         text, taken = self._up_to_match(shown)
         if self.matched:
-            tokens = tokens[:taken]
+            tokens = shown = tokens[:taken]
         elif reason is not None:
             text += self._finish()
         self.count += len(tokens)
-        return text, tokens
+        return text, shown
 
     def _up_to_match(self, tokens: list[int]) -> tuple[str, int]:
         if self._stop is None:

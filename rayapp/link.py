@@ -32,18 +32,17 @@ def wire_request(
     sampling: Mapping[str, Any],
     *,
     output_ids: Sequence[int] = (),
-    cache_salt: str | None = None,
 ) -> dict[str, Any]:
     """One request as `EngineReplica.generate` takes it: plain data under a fresh id.
 
     Args:
-        sampling: max_new_tokens, min_new_tokens, do_sample, temperature, top_k, top_p, min_p, seed, ignore_eos,
-            stop_token_ids; those left out or None take the engine's defaults. A request that may sample and has
-            no seed gets one here, so that it can go on elsewhere as the same random stream. Beside these,
-            priority (lower runs first) and when the request must have ended: timeout_s, seconds from now, or deadline,
-            `time.monotonic()` of this process.
+        sampling: those of `ContinuousBatchingManager.add_request`: max_new_tokens, do_sample, temperature, top_p, seed,
+            stop_token_ids, logit_bias, logprobs, ...; those left out or None take the engine's defaults. A request
+            that may sample and has no seed gets one here, so that it can go on elsewhere as the same random stream.
+            Beside these, priority (lower runs first); when the request must have ended: timeout_s, seconds from now, or
+            deadline, `time.monotonic()` of this process; cache_salt: only requests with the same one share cached
+            prefixes; structure: what the text must be (see `rayapp.structured`).
         output_ids: tokens generated before, elsewhere.
-        cache_salt: only requests with the same salt share cached prefixes.
     """
     fields = {key: value for key, value in sampling.items() if value is not None}
     if fields.get("do_sample", True) and "seed" not in fields:
@@ -57,8 +56,9 @@ def wire_request(
         "output_ids": list(output_ids),
         "priority": fields.pop("priority", 0),
         "timeout_s": timeout_s,
+        "cache_salt": fields.pop("cache_salt", None),
+        "structure": fields.pop("structure", None),
         "sampling": fields,
-        "cache_salt": cache_salt,
     }
 
 

@@ -11,6 +11,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rayapp.scored import tokens_since
+
 if TYPE_CHECKING:
     from engine.outputs import GenerationOutput
 
@@ -96,7 +98,7 @@ class Followed:
         """What has come since the last one."""
         output = self._latest
         assert output is not None
-        tokens = output.tokens_since(self.sent)
+        tokens = tokens_since(output, self.sent)
         reason = finish_reason(output)
         info = info_of(output) if reason is not None or not self._info_sent else None
         row = (self.request_id, self.sent - self.first, tokens, reason, info)

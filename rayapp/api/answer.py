@@ -1,38 +1,43 @@
 """Runs the generations of a plan and answers with them, whole or streamed.
 
-The one path of both generation endpoints; what an answer looks like is told by a `Shape`. Knows nothing of how
+The one path of all generation endpoints; what an answer looks like is told by a `Shape`. Knows nothing of how
 the plan came about.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rayapp.api.choices import Choice, Indexed, first_of_each, merge, while_connected
+from rayapp.api.errors import ApiError
 from rayapp.api.resolve import Plan
 from rayapp.api.service import Chunk, Service
-from rayapp.api.streaming import DONE, EventStream, event, to_json
+from rayapp.api.streaming import EventStream, to_json
 
 
 class Shape(Protocol):
-    """The objects of one endpoint, as OpenAI has them. An answer's objects share id, created and model."""
+    """One answer in the form of one endpoint, as OpenAI has it. A stream is made of whole events."""
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer without streaming."""
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What a choice's stream begins with; None where it begins with text."""
+    def opening(self) -> Iterable[bytes]:
+        """What a stream begins with."""
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """New text of a choice, or its end."""
+    def piece(self, index: int, chunk: Chunk) -> Iterable[bytes]:
+        """What a choice has to say next, its end included."""
 
-    def closing(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last object of a stream whose client asked for usage."""
+    def closing(self, usage: dict[str, Any]) -> Iterable[bytes]:
+        """What a stream that went well ends with."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """What a stream that fails breaks off with."""
 
 
 async def answer(service: Service, plan: Plan, shape: Shape, request: Request) -> Response:
@@ -44,13 +49,12 @@ async def answer(service: Service, plan: Plan, shape: Shape, request: Request) -
     """
     # A choice's random stream follows from its number within its prompt, so that a prompt in a list is answered
     # as it would be alone.
-    merged = merge(
-        [
-            service.generate(plan.model, prompt, sampling, plan.stop, choice)
-            for prompt, sampling in zip(plan.prompts, plan.sampling, strict=True)
-            for choice in range(plan.n)
-        ]
-    )
+    streams = [
+        service.generate(plan.model, prompt, sampling, plan.stop, choice)
+        for prompt, sampling in zip(plan.prompts, plan.sampling, strict=True)
+        for choice in range(plan.n)
+    ]
+    merged = merge([_prompt_only(stream) for stream in streams] if plan.prompt_only else streams)
     if not plan.stream:
         whole = shape.whole(*await while_connected(request.receive, _collect(merged, plan)))
         return Response(to_json(whole), media_type="application/json")
@@ -59,7 +63,15 @@ async def answer(service: Service, plan: Plan, shape: Shape, request: Request) -
     except BaseException:
         await merged.aclose()
         raise
-    return EventStream(_events(begun, merged, plan, shape))
+    return EventStream(_events(begun, merged, plan, shape), shape.failure)
+
+
+async def _prompt_only(stream: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Chunk, None]:
+    """As though nothing had been generated: the engine makes one token at least."""
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            ends = None if chunk.finish_reason is None else "length"
+            yield replace(chunk, text="", token_ids=[], completion_tokens=0, finish_reason=ends)
 
 
 async def _collect(merged: Indexed, plan: Plan) -> tuple[list[Choice], dict[str, Any]]:
@@ -73,21 +85,16 @@ async def _collect(merged: Indexed, plan: Plan) -> tuple[list[Choice], dict[str,
 async def _events(
     begun: list[tuple[int, Chunk]], merged: Indexed, plan: Plan, shape: Shape
 ) -> AsyncGenerator[bytes, None]:
-    choices = [Choice() for _ in range(plan.num_choices)]
-    asks_usage = {"usage": None} if plan.include_usage else {}
+    counts = [Choice() for _ in range(plan.num_choices)]
     async with aclosing(merged) as rest:
-        for index in range(plan.num_choices):
-            if (opening := shape.opening(index)) is not None:
-                yield event(opening | asks_usage)
+        for event in shape.opening():
+            yield event
         async for index, chunk in _chain(begun, rest):
-            choices[index].add(chunk)
-            if chunk.text:
-                yield event(shape.piece(index, chunk.text, None) | asks_usage)
-            if chunk.finish_reason is not None:
-                yield event(shape.piece(index, "", chunk.finish_reason) | asks_usage)
-    if plan.include_usage:
-        yield event(shape.closing(usage_of(plan, choices)))
-    yield DONE
+            counts[index].count(chunk)
+            for event in shape.piece(index, chunk):
+                yield event
+    for event in shape.closing(usage_of(plan, counts)):
+        yield event
 
 
 async def _chain(begun: list[tuple[int, Chunk]], rest: Indexed) -> Indexed:

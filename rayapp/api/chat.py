@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -16,40 +16,57 @@ from starlette.responses import Response
 
 from rayapp.api.answer import answer
 from rayapp.api.choices import Choice
-from rayapp.api.resolve import plan_chat
-from rayapp.api.service import Service
+from rayapp.api.logprobs import chat_logprobs
+from rayapp.api.resolve import Plan, plan_chat
+from rayapp.api.service import Chunk, Service
+from rayapp.api.streaming import DONE, error_event, event
+from rayapp.text.tokenizer import Tokenizer
 
 
 class ChatShape:
     """The objects of one chat answer."""
 
-    def __init__(self, model: str) -> None:
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    failure = staticmethod(error_event)
+
+    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": plan.model}
+        self._tail = {"usage": None} if plan.include_usage else {}
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         said = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
+                "logprobs": self._scores(choice.tokens),
                 "finish_reason": choice.finish_reason,
             }
             for index, choice in enumerate(choices)
         ]
         return {**self._head, "object": "chat.completion", "choices": said, "usage": usage}
 
-    def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+    def opening(self) -> Iterator[bytes]:
+        for index in range(self._plan.num_choices):
+            yield self._chunk(index, {"role": "assistant", "content": ""}, [], None)
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        return self._chunk(index, {"content": text} if text else {}, finish_reason)
+    def piece(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        if chunk.text or (chunk.token_ids and self._plan.logprobs):
+            yield self._chunk(index, {"content": chunk.text}, chunk.token_ids, None)
+        if chunk.finish_reason is not None:
+            yield self._chunk(index, {}, [], chunk.finish_reason)
 
-    def closing(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+    def closing(self, usage: dict[str, Any]) -> Iterator[bytes]:
+        if self._plan.include_usage:
+            yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
+        yield DONE
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+    def _chunk(self, index: int, delta: dict[str, Any], tokens: Sequence[int], finish_reason: str | None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": self._scores(tokens), "finish_reason": finish_reason}
+        return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._tail})
+
+    def _scores(self, tokens: Sequence[int]) -> dict[str, Any] | None:
+        return chat_logprobs(self._tokenizer, tokens) if self._plan.logprobs and tokens else None
 
 
 async def create_chat_completion(service: Service, request: Request, body: bytes) -> Response:
@@ -59,4 +76,4 @@ async def create_chat_completion(service: Service, request: Request, body: bytes
         ApiError, ClientGone: see `answer`.
     """
     plan = await run_in_threadpool(plan_chat, service.models, body, service.settings)
-    return await answer(service, plan, ChatShape(plan.model), request)
+    return await answer(service, plan, ChatShape(plan, service.models[plan.model].tokenizer), request)

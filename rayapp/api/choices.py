@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
@@ -29,15 +29,29 @@ class ClientGone(Exception):
 
 @dataclass(slots=True)
 class Choice:
-    """What one generation has said so far."""
+    """What one generation has said so far.
+
+    Attributes:
+        tokens: of the text.
+        prompt: as in `Chunk`.
+    """
 
     text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def add(self, chunk: Chunk) -> None:
+        """Take everything that a chunk says."""
         self.text += chunk.text
+        self.tokens += chunk.token_ids
+        self.prompt += chunk.prompt or ()
+        self.count(chunk)
+
+    def count(self, chunk: Chunk) -> None:
+        """Take its figures alone."""
         self.finish_reason = chunk.finish_reason
         self.completion_tokens = chunk.completion_tokens
         self.cached_tokens = chunk.cached_tokens

@@ -18,17 +18,11 @@ Neutral = dict[str, tuple[Any, ...]]
 
 NOT_SERVED: Neutral = {
     # Field -> the values that ask for nothing (null always does). Any other value is refused.
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "use_beam_search": (False,),
-    "echo": (False,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "prompt_logprobs": (),
-    "cache_salt": (),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -38,8 +32,6 @@ NOT_SERVED: Neutral = {
 }
 
 NOT_SERVED_CHAT: Neutral = NOT_SERVED | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -53,14 +45,11 @@ NOT_SERVED_CHAT: Neutral = NOT_SERVED | {
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
+    "echo": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
 }
 
 NOT_SERVED_COMPLETIONS: Neutral = NOT_SERVED | {
-    "logprobs": (),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
 }

@@ -9,11 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rayapp.api.errors import ApiError, invalid_request, not_found
 from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, parse_body
 from rayapp.api.service import SamplingFields, ServedModel
 from rayapp.api.settings import RequestSettings
+
+TEMPLATE_ARGUMENTS = frozenset(
+    (
+        "conversation", "messages", "chat_template", "documents", "tools", "tokenize", "add_generation_prompt",
+        "continue_final_message", "return_tensors", "return_dict", "tokenizer_kwargs", "padding", "truncation",
+        "max_length", "return_assistant_tokens_mask",
+    )
+)  # fmt: skip
+"""Arguments of `apply_chat_template` that are not variables of templates."""
 
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where it is left out, as OpenAI's; chat goes on to the context limit."""
@@ -25,6 +35,9 @@ class Plan:
 
     Attributes:
         sampling: one for each prompt; they differ in their token limits.
+        logprobs: the answer has those of its tokens.
+        echo: the text of each prompt, which the choices' texts begin with; empty without.
+        prompt_only: nothing is to be generated.
     """
 
     model: str
@@ -34,6 +47,9 @@ class Plan:
     n: int
     stream: bool
     include_usage: bool
+    logprobs: bool = False
+    echo: tuple[str, ...] = ()
+    prompt_only: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -53,11 +69,15 @@ def plan_chat(models: Mapping[str, ServedModel], body: bytes, settings: RequestS
             f"model {model.name!r} has no chat template; use /v1/completions with a finished prompt", "messages"
         )
     try:
-        prompt_ids = model.template.encode(fields.messages)
+        prompt_ids = model.template.encode(fields.messages, **_template_options(fields))
     except ValueError as error:
         raise invalid_request(str(error), "messages") from None
     asked = settings.defaults.max_tokens if fields.token_limit is None else fields.token_limit
-    return _plan(fields, model, settings, [prompt_ids], "messages", asked, model.context_length)
+    plan = _plan(fields, model, settings, [prompt_ids], "messages", asked, model.context_length)
+    if not fields.logprobs:
+        return plan
+    scored = [replace(one, logprobs=True, top_logprobs=fields.top_logprobs) for one in plan.sampling]
+    return replace(plan, sampling=scored, logprobs=True)
 
 
 def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: RequestSettings) -> Plan:
@@ -70,8 +90,35 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: R
     model = find_model(models, fields.model)
     params = _params("prompt", len(fields.prompt))
     prompts = [_prompt_ids(model, prompt, param) for prompt, param in zip(fields.prompt, params, strict=True)]
-    asked = settings.defaults.max_tokens if fields.max_tokens is None else fields.max_tokens
-    return _plan(fields, model, settings, prompts, "prompt", asked, DEFAULT_COMPLETION_TOKENS)
+    asked = settings.defaults.max_tokens if fields.max_tokens is None else max(1, fields.max_tokens)
+    plan = _plan(fields, model, settings, prompts, "prompt", asked, DEFAULT_COMPLETION_TOKENS)
+    if fields.logprobs is not None:
+        of_prompt = fields.logprobs if fields.echo else None
+        scored = [
+            replace(one, logprobs=True, top_logprobs=fields.logprobs, prompt_logprobs=of_prompt)
+            for one in plan.sampling
+        ]
+        plan = replace(plan, sampling=scored, logprobs=True)
+    if not fields.echo:
+        return plan
+    texts = [one if isinstance(one, str) else model.tokenizer.decode(one) for one in fields.prompt]
+    return replace(plan, echo=tuple(texts), prompt_only=fields.max_tokens == 0)
+
+
+def _template_options(fields: ChatRequest) -> dict[str, Any]:
+    """What the chat template gets beside the messages.
+
+    Raises:
+        ApiError: 400.
+    """
+    for name in fields.chat_template_kwargs.keys() & TEMPLATE_ARGUMENTS:
+        raise invalid_request(f"chat_template_kwargs: {name!r} is not for the template", f"chat_template_kwargs.{name}")
+    add = not fields.continue_final_message if fields.add_generation_prompt is None else fields.add_generation_prompt
+    return {
+        **fields.chat_template_kwargs,
+        "add_generation_prompt": add,
+        "continue_final_message": fields.continue_final_message,
+    }
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
@@ -150,10 +197,11 @@ def _sampling(
             "limit)",
             "min_tokens",
         )
-    try:
-        model.tokenizer.check_ids(fields.stop_token_ids)
-    except ValueError as error:
-        raise invalid_request(f"stop_token_ids: {error}", "stop_token_ids") from None
+    for name in ("stop_token_ids", "logit_bias"):
+        try:
+            model.tokenizer.check_ids(list(getattr(fields, name)))
+        except ValueError as error:
+            raise invalid_request(f"{name}: {error}", name) from None
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | dict(model.default_sampling)
     defaults |= {name: value for name, value in settings.defaults if value is not None and name in defaults}
     chosen = {name: value if (value := getattr(fields, name)) is not None else defaults[name] for name in defaults}
@@ -170,6 +218,11 @@ def _sampling(
         seed=fields.seed,
         ignore_eos=fields.ignore_eos,
         stop_token_ids=tuple(fields.stop_token_ids),
+        repetition_penalty=fields.repetition_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        presence_penalty=fields.presence_penalty,
+        logit_bias=fields.logit_bias or None,
+        cache_salt=fields.cache_salt,
         priority=fields.priority,
     )
 

@@ -27,6 +27,8 @@ from rayapp.api.refusals import (
 )
 from rayapp.text.template import Message
 
+MAX_LOGIT_BIAS = 100
+MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_CHOICES = 128
@@ -48,6 +50,22 @@ def _stops(value: Any) -> Any:
         if len(stop) > MAX_STOP_LENGTH:
             raise refuse(f"the stop string has {len(stop)} characters; {MAX_STOP_LENGTH} are the most", *at)
     return stops
+
+
+def _logit_bias(value: Any) -> Any:
+    """Token ids are the keys of a JSON object and so strings; a bias may be any JSON number."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise refuse("logit_bias must be an object: token id -> a number from -100 to 100")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 20:
+            raise refuse(f"a key of logit_bias must be a token id, not {shown(key)}", key)
+        if type(bias) not in (int, float) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise refuse(f"a bias must be a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}, not {shown(bias)}", key)
+        biases[int(key)] = float(bias)
+    return biases
 
 
 def _top_k(value: Any) -> Any:
@@ -111,6 +129,11 @@ class GenerationFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     ignore_eos: Annotated[bool, BeforeValidator(_or_default(False))] = False
     stop_token_ids: Annotated[list[int], BeforeValidator(_or_default([]))] = []
+    frequency_penalty: Annotated[float, BeforeValidator(_or_default(0.0)), Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, BeforeValidator(_or_default(0.0)), Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, BeforeValidator(_or_default(1.0)), Field(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     priority: Annotated[int, BeforeValidator(_or_default(0)), Field(ge=-(2**31), lt=2**31)] = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
     user: str | None = None  # names the end user to the operator; by definition no part of the answer
@@ -133,9 +156,22 @@ class ChatRequest(GenerationFields):
 
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[bool, BeforeValidator(_or_default(False))] = False
+    top_logprobs: Annotated[int, BeforeValidator(_or_default(0)), Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, BeforeValidator(_or_default(False))] = False
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_or_default({}))] = {}
 
     @model_validator(mode="after")
-    def _check_limits(self) -> ChatRequest:
+    def _check_fields(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise refuse(f"top_logprobs ({self.top_logprobs}) needs logprobs: true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refuse(
+                "continue_final_message goes on with the last message, add_generation_prompt begins a new one: "
+                "only one of them can be true",
+                "continue_final_message",
+            )
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise refuse(
@@ -157,9 +193,14 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
     best_of: int | None = None
+    echo: Annotated[bool, BeforeValidator(_or_default(False))] = False
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _check_counts(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("max_tokens is 0, which leaves nothing to answer with; only with echo it may be", "max_tokens")
         if self.best_of is not None and self.best_of != self.n:
             raise refuse(f"best_of is not supported: it may be left out or equal n ({self.n})", "best_of")
         if self.n * len(self.prompt) > MAX_CHOICES:

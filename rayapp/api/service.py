@@ -32,6 +32,14 @@ class SamplingFields:
         seed: int64, or None for a fresh one; shared by the n choices of a request, which `index` tells apart.
         ignore_eos: go on through the model's own ending tokens.
         stop_token_ids: further ending tokens.
+        repetition_penalty: > 0; 1 is off.
+        frequency_penalty, presence_penalty: in [-2, 2]; 0 is off.
+        logit_bias: token id -> what is added to its logit.
+        logprobs: chunks hold `rayapp.scored.ScoredToken`s, whose scores are the model's own.
+        top_logprobs: with so many of the most likely tokens.
+        prompt_logprobs: the first chunk holds the prompt as scored tokens, with so many; None is without.
+        structure: what the text must be: {"kind", "value"}, see `rayapp.structured`.
+        cache_salt: only requests with the same one share cached prefixes.
         priority: lower runs first.
         deadline: `time.monotonic()` of this process at which the generation must have ended; None is never.
     """
@@ -46,6 +54,15 @@ class SamplingFields:
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: int | None = None
+    structure: Mapping[str, Any] | None = None
+    cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
 
@@ -56,10 +73,11 @@ class Chunk:
 
     Attributes:
         text: new text, whole characters only; may be empty.
-        token_ids: the new tokens, for callers that want ids; need not line up with `text`.
+        token_ids: the new tokens but for one that ended the generation; need not line up with `text`.
         finish_reason: "stop" or "length" on the last chunk, None before.
         completion_tokens: generated so far, counted up to the token that completed a stop string.
         prompt_tokens, cached_tokens: final on the last chunk; prompt tokens answered by the prefix cache.
+        prompt: the prompt as scored tokens, on one chunk, where its scores were asked for.
     """
 
     text: str
@@ -68,6 +86,7 @@ class Chunk:
     completion_tokens: int
     prompt_tokens: int
     cached_tokens: int
+    prompt: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Used by `rayapp.api.answer`. Knows nothing of what the events say.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rayapp.api.choices import ClientGone, while_connected
-from rayapp.api.errors import as_api_error
+from rayapp.api.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -27,24 +27,31 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
 
 
-def event(value: Any) -> bytes:
+def event(value: Any, name: str | None = None) -> bytes:
     """`value` as one event."""
-    return f"data: {to_json(value)}\n\n".encode()
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {to_json(value)}\n\n".encode()
+
+
+def error_event(error: ApiError) -> bytes:
+    """What breaks off a stream of chat or text completions."""
+    return event(error.envelope())
 
 
 class EventStream(Response):
     """Sends events until they end, fail, or the client hangs up; then `events` has been closed.
 
-    After a failure the client gets an event with an `error` object, and the response is left unended: the server
+    After a failure the client gets the event that `failure` makes of it, and the response is left unended: the server
     closes the connection, so that no client can take the text for a whole answer.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], failure: Callable[[ApiError], bytes] = error_event) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -61,7 +68,7 @@ class EventStream(Response):
             except OSError:
                 raise
             except Exception as error:
-                body = event(as_api_error(error).envelope())
+                body = self._failure(as_api_error(error))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 return
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -37,25 +37,29 @@ class ChatTemplate:
             template = template.get("default")
         return cls(tokenizer, template) if template else None
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt text, ending where the assistant's answer begins.
+
+        Args:
+            **options: what templates may read beside the messages (`tools`, `enable_thinking`, ...), and
+                add_generation_prompt and continue_final_message.
 
         Raises:
             TemplateRefused: the template raised, or failed on these messages.
         """
         try:
             rendered = self._tokenizer.fast.apply_chat_template(
-                list(messages), chat_template=self._source, tokenize=False, add_generation_prompt=True
+                list(messages), **{"add_generation_prompt": True} | options, chat_template=self._source, tokenize=False
             )
         except Exception as error:  # a template is a program: what it may raise is not for us to say
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error
         return str(rendered)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Token ids of the rendered messages. Special tokens come from the template alone, so none is doubled.
 
         Raises:
             TemplateRefused: see `render`.
             ValueError: a message holds half of a surrogate pair.
         """
-        return self._tokenizer.encode(self.render(messages), add_special_tokens=False)
+        return self._tokenizer.encode(self.render(messages, **options), add_special_tokens=False)

@@ -7,6 +7,7 @@ load torch: `PreTrainedTokenizerFast` does not, `AutoTokenizer` does.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -20,6 +21,9 @@ def _byte_level_alphabet() -> dict[str, int]:
     moved = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(moved)}
 
+
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # of SentencePiece vocabularies, as is the mark of a word's beginning
+WORD_BEGINNING = "\u2581"
 
 BYTE_OF_CHARACTER = _byte_level_alphabet()
 
@@ -92,6 +96,17 @@ class Tokenizer:
                     f"token id {token_id} at position {position} is not in the vocabulary: "
                     f"ids run from 0 to {self.vocab_size - 1}"
                 )
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """What one token stands for on its own, special tokens by their name; b"" for unused ids."""
+        token: str = self.backend.id_to_token(token_id) or ""
+        if token_id in self.special_ids:
+            return token.encode()
+        if self.byte_level:
+            return self.token_bytes(token_id)
+        if BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(WORD_BEGINNING, " ").encode()
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token of a byte-level tokenizer adds to the text: b"" for special tokens and unused ids."""

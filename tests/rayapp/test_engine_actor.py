@@ -86,7 +86,7 @@ def test_many_at_once_and_a_prefix_that_is_cached(run: Callable[[Scenario], None
             assert tokens_of(items) == ref(tiny_http, request["prompt_ids"], 12)
             assert items[-1][2] is not None
             assert items[-1][2]["cached_tokens"] == 80
-        salted = await collect(actor, wire_request(prompt, {"max_new_tokens": 2}, cache_salt="tenant"))
+        salted = await collect(actor, wire_request(prompt, {"max_new_tokens": 2, "cache_salt": "tenant"}))
         assert salted[-1][2] is not None
         assert salted[-1][2]["cached_tokens"] == 0
         await until_idle(actor)

@@ -86,7 +86,7 @@ def test_O33_values_out_of_place(field: str, value: Any) -> None:
         ({"temperature": 3}, "temperature: input should be less than or equal to 2, not 3"),
         ({"stream": "maybe"}, 'stream: input should be a valid boolean, not "maybe"'),
         ({"maxtokens": 3}, "unknown field 'maxtokens'; did you mean 'max_tokens'?"),
-        ({"logprobs": True}, "'logprobs' is not supported: it may be left out or be false, null, not true"),
+        ({"store": True}, "'store' is not supported: it may be left out or be false, null, not true"),
         ({"stream": True, "stream_options": {"includ_usage": True}}, "did you mean 'include_usage'?"),
         ({"stream": True, "stream_options": 5}, "stream_options: must be an object, not 5"),
     ],
