@@ -30,6 +30,7 @@ from rayapp.api.resolve import Plan, plan_chat, plan_completions
 from rayapp.api.routes import build_api
 from rayapp.api.service import Chunk, SamplingFields, ServedModel
 from rayapp.api.settings import ApiConfig, RequestSettings
+from rayapp.cluster import node_metrics
 from rayapp.config import ModelConfig, RouterConfig
 from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationError, InvalidRequest, Overloaded
 from rayapp.generation import generate
@@ -128,6 +129,10 @@ class Router:
         wrong = {"settings_error": self._settings_error} if self._settings_error else {}
         return all(summary["replicas"] for summary in detail.values()), {"models": detail, **wrong}
 
+    async def metrics(self) -> bytes | None:
+        """See `rayapp.api.service.Service.metrics`."""
+        return await run_in_threadpool(node_metrics)
+
     async def generate_text(self, **fields: Any) -> dict[str, Any]:
         """One answer, for Python callers.
 
@@ -191,6 +196,8 @@ class Router:
         )
         if plan.num_choices != 1 or plan.stream:
             raise invalid_request("one prompt and one answer a call: make several calls at once, and call stream_text")
+        if plan.logprobs or plan.echo:
+            raise invalid_request("logprobs and echo are for the HTTP endpoints: this call gives text alone")
         return plan
 
     def _run(self, plan: Plan) -> AsyncGenerator[Chunk, None]:

@@ -18,7 +18,7 @@ from rayapp.api.choices import Choice, Indexed, first_of_each, merge, while_conn
 from rayapp.api.errors import ApiError
 from rayapp.api.resolve import Plan
 from rayapp.api.service import Chunk, Service
-from rayapp.api.streaming import EventStream, to_json
+from rayapp.api.streaming import EventStream, json_response
 
 
 class Shape(Protocol):
@@ -57,7 +57,7 @@ async def answer(service: Service, plan: Plan, shape: Shape, request: Request) -
     merged = merge([_prompt_only(stream) for stream in streams] if plan.prompt_only else streams)
     if not plan.stream:
         whole = shape.whole(*await while_connected(request.receive, _collect(merged, plan)))
-        return Response(to_json(whole), media_type="application/json")
+        return json_response(whole)
     try:
         begun = await while_connected(request.receive, first_of_each(merged, plan.num_choices))
     except BaseException:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rayapp.api.errors import ApiError
 from rayapp.api.settings import ApiConfig, RequestSettings
 
-OPEN_PATHS = ("/health",)  # probes have no key
+OPEN_PATHS = ("/health", "/ping")  # probes have no key
 
 
 class Keys:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayapp.api.errors import ApiError, invalid_request, not_found
-from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, parse_body
+from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, TemplateFields, parse_body
 from rayapp.api.service import SamplingFields, ServedModel
 from rayapp.api.settings import RequestSettings
+from rayapp.text.template import Message
 
 TEMPLATE_ARGUMENTS = frozenset(
     (
@@ -64,14 +65,7 @@ def plan_chat(models: Mapping[str, ServedModel], body: bytes, settings: RequestS
     """
     fields = parse_body(ChatRequest, body)
     model = find_model(models, fields.model)
-    if model.template is None:
-        raise invalid_request(
-            f"model {model.name!r} has no chat template; use /v1/completions with a finished prompt", "messages"
-        )
-    try:
-        prompt_ids = model.template.encode(fields.messages, **_template_options(fields))
-    except ValueError as error:
-        raise invalid_request(str(error), "messages") from None
+    prompt_ids = template_ids(model, fields.messages, fields)
     asked = settings.defaults.max_tokens if fields.token_limit is None else fields.token_limit
     plan = _plan(fields, model, settings, [prompt_ids], "messages", asked, model.context_length)
     if not fields.logprobs:
@@ -105,7 +99,23 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: R
     return replace(plan, echo=tuple(texts), prompt_only=fields.max_tokens == 0)
 
 
-def _template_options(fields: ChatRequest) -> dict[str, Any]:
+def template_ids(model: ServedModel, messages: list[Message], fields: TemplateFields) -> list[int]:
+    """The prompt that the model's template makes of messages.
+
+    Raises:
+        ApiError: 400.
+    """
+    if model.template is None:
+        raise invalid_request(
+            f"model {model.name!r} has no chat template; use /v1/completions with a finished prompt", "messages"
+        )
+    try:
+        return model.template.encode(messages, **_template_options(fields))
+    except ValueError as error:
+        raise invalid_request(str(error), "messages") from None
+
+
+def _template_options(fields: TemplateFields) -> dict[str, Any]:
     """What the chat template gets beside the messages.
 
     Raises:

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from rayapp.api import ops
 from rayapp.api.auth import KeyGate, Keys
 from rayapp.api.chat import create_chat_completion
 from rayapp.api.choices import ClientGone
@@ -21,7 +22,7 @@ from rayapp.api.errors import ApiError, install_error_handling
 from rayapp.api.resolve import find_model
 from rayapp.api.service import ServedModel, Service
 from rayapp.api.settings import ApiConfig
-from rayapp.api.streaming import to_json
+from rayapp.api.streaming import json_response
 
 Endpoint = Callable[[Service, Request, bytes], Awaitable[Response]]
 
@@ -57,19 +58,33 @@ def build_api(service: Service, config: ApiConfig | None = None) -> FastAPI:
 
     post("/v1/chat/completions", create_chat_completion)
     post("/v1/completions", create_completion)
+    post("/tokenize", ops.tokenize)
+    post("/detokenize", ops.detokenize)
+
+    def get(path: str, endpoint: Callable[[Service, Request], Awaitable[Response]], *more: str) -> None:
+        async def handle(request: Request) -> Response:
+            return await endpoint(service, request)
+
+        app.add_api_route(path, handle, methods=["GET", *more], response_model=None)
+
+    get("/tokenizer_info", ops.tokenizer_info)
+    get("/ping", ops.ping, "POST")
+    get("/version", ops.version)
+    get("/load", ops.load)
+    get("/metrics", ops.metrics)
 
     @app.get("/v1/models", response_model=None)
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [_describe(model) for model in service.models.values()]})
+        return json_response({"object": "list", "data": [_describe(model) for model in service.models.values()]})
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def get_model(name: str) -> Response:
-        return _json(_describe(find_model(service.models, name)))
+        return json_response(_describe(find_model(service.models, name)))
 
     @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         ok, detail = await service.health()
-        return _json({"status": "ok" if ok else "unavailable", **detail}, 200 if ok else 503)
+        return json_response({"status": "ok" if ok else "unavailable", **detail}, 200 if ok else 503)
 
     return app
 
@@ -89,7 +104,3 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 def _describe(model: ServedModel) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": model.owned_by}
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(to_json(value), status, media_type="application/json")

@@ -105,36 +105,66 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-def _or_default(default: Any) -> Callable[[Any], Any]:
+def or_default(default: Any) -> Callable[[Any], Any]:
+    """A validator that takes null for "left out"."""
     return lambda value: default if value is None else value
 
 
-class GenerationFields(BaseModel):
-    """What both endpoints take. None is "left out": the model's default or the API's applies."""
+class Body(BaseModel):
+    """A request body about one model.
+
+    Attributes:
+        refused: fields that clients send and that are not served.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    refused: ClassVar[Neutral] = NOT_SERVED
+    refused: ClassVar[Neutral] = {}
 
     model: str
-    stream: Annotated[bool, BeforeValidator(_or_default(False))] = False
+
+
+class TemplateFields(Body):
+    """How messages become a prompt. `add_generation_prompt` is true where neither it nor the other is given."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: Annotated[bool, BeforeValidator(or_default(False))] = False
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(or_default({}))] = {}
+
+    @model_validator(mode="after")
+    def _check_ends(self) -> TemplateFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refuse(
+                "continue_final_message goes on with the last message, add_generation_prompt begins a new one: "
+                "only one of them can be true",
+                "continue_final_message",
+            )
+        return self
+
+
+class GenerationFields(Body):
+    """What all generations take. None is "left out": the model's default or the API's applies."""
+
+    refused: ClassVar[Neutral] = NOT_SERVED
+
+    stream: Annotated[bool, BeforeValidator(or_default(False))] = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, BeforeValidator(_or_default(1)), Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Annotated[int, BeforeValidator(or_default(1)), Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, BeforeValidator(_or_default(0)), Field(ge=0)] = 0
+    min_tokens: Annotated[int, BeforeValidator(or_default(0)), Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, BeforeValidator(_top_k), Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    ignore_eos: Annotated[bool, BeforeValidator(_or_default(False))] = False
-    stop_token_ids: Annotated[list[int], BeforeValidator(_or_default([]))] = []
-    frequency_penalty: Annotated[float, BeforeValidator(_or_default(0.0)), Field(ge=-2, le=2)] = 0.0
-    presence_penalty: Annotated[float, BeforeValidator(_or_default(0.0)), Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, BeforeValidator(_or_default(1.0)), Field(gt=0, le=100)] = 1.0
+    ignore_eos: Annotated[bool, BeforeValidator(or_default(False))] = False
+    stop_token_ids: Annotated[list[int], BeforeValidator(or_default([]))] = []
+    frequency_penalty: Annotated[float, BeforeValidator(or_default(0.0)), Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, BeforeValidator(or_default(0.0)), Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, BeforeValidator(or_default(1.0)), Field(gt=0, le=100)] = 1.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-    priority: Annotated[int, BeforeValidator(_or_default(0)), Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, BeforeValidator(or_default(0)), Field(ge=-(2**31), lt=2**31)] = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
     user: str | None = None  # names the end user to the operator; by definition no part of the answer
 
@@ -149,29 +179,20 @@ class GenerationFields(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(GenerationFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     refused: ClassVar[Neutral] = NOT_SERVED_CHAT
 
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Annotated[bool, BeforeValidator(_or_default(False))] = False
-    top_logprobs: Annotated[int, BeforeValidator(_or_default(0)), Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    add_generation_prompt: bool | None = None
-    continue_final_message: Annotated[bool, BeforeValidator(_or_default(False))] = False
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_or_default({}))] = {}
+    logprobs: Annotated[bool, BeforeValidator(or_default(False))] = False
+    top_logprobs: Annotated[int, BeforeValidator(or_default(0)), Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
     @model_validator(mode="after")
     def _check_fields(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise refuse(f"top_logprobs ({self.top_logprobs}) needs logprobs: true", "top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refuse(
-                "continue_final_message goes on with the last message, add_generation_prompt begins a new one: "
-                "only one of them can be true",
-                "continue_final_message",
-            )
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise refuse(
@@ -193,7 +214,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
     best_of: int | None = None
-    echo: Annotated[bool, BeforeValidator(_or_default(False))] = False
+    echo: Annotated[bool, BeforeValidator(or_default(False))] = False
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -212,7 +233,7 @@ class CompletionRequest(GenerationFields):
         return self
 
 
-Fields = TypeVar("Fields", bound=GenerationFields)
+Fields = TypeVar("Fields", bound=Body)
 
 
 def parse_body(kind: type[Fields], body: bytes) -> Fields:

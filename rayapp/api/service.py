@@ -140,3 +140,6 @@ class Service(Protocol):
 
     async def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether requests can be served now, and figures that say why."""
+
+    async def metrics(self) -> bytes | None:
+        """What the node's exporter says, in Prometheus' text format; None where there is none."""

@@ -27,6 +27,11 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
 
 
+def json_response(value: Any, status: int = 200) -> Response:
+    """`value` as a whole answer."""
+    return Response(to_json(value), status, media_type="application/json")
+
+
 def event(value: Any, name: str | None = None) -> bytes:
     """`value` as one event."""
     head = "" if name is None else f"event: {name}\n"

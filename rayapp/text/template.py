@@ -23,11 +23,14 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text; the tokenizer gives the special tokens that it may name.
+
+    Attributes:
+        source: the same.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
         self._tokenizer = tokenizer
-        self._source = source
+        self.source = source
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -49,7 +52,7 @@ class ChatTemplate:
         """
         try:
             rendered = self._tokenizer.fast.apply_chat_template(
-                list(messages), **{"add_generation_prompt": True} | options, chat_template=self._source, tokenize=False
+                list(messages), **{"add_generation_prompt": True} | options, chat_template=self.source, tokenize=False
             )
         except Exception as error:  # a template is a program: what it may raise is not for us to say
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error

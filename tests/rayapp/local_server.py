@@ -47,6 +47,9 @@ class LocalService:
         except GenerationError as error:
             raise as_api_error(error) from error
 
+    async def metrics(self) -> bytes | None:
+        return None
+
     async def health(self) -> tuple[bool, dict[str, Any]]:
         return True, {"models": {name: await actor.health() for name, actor in self.actors.items()}}
 

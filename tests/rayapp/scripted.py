@@ -63,8 +63,11 @@ class ScriptedService:
             call.closed_early = not call.ended
             call.ended = True
 
+    async def metrics(self) -> bytes | None:
+        return None
+
     async def health(self) -> tuple[bool, dict[str, Any]]:
-        return self.healthy, {"models": {"smol": {"replicas": int(self.healthy)}}}
+        return self.healthy, {"models": {"smol": {"replicas": int(self.healthy), "running": 0, "waiting": 0}}}
 
 
 def scripted_models(folder: Path) -> dict[str, ServedModel]:

@@ -1,0 +1,140 @@
+"""What operators and tools ask beside generations: /tokenize, /detokenize, /tokenizer_info, /ping, /version, /load and
+/metrics.
+
+Called by the routes. Tokenizing runs in worker threads, as it does for generations.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine import __version__
+from rayapp.api.errors import invalid_request, not_found
+from rayapp.api.logprobs import shown
+from rayapp.api.messages import read_messages
+from rayapp.api.refusals import Neutral
+from rayapp.api.resolve import find_model, template_ids
+from rayapp.api.schemas import Body, TemplateFields, or_default, parse_body
+from rayapp.api.service import ServedModel, Service
+from rayapp.api.streaming import json_response
+from rayapp.text.template import Message
+
+
+class TokenizeRequest(TemplateFields):
+    """POST /tokenize: of a text, or of chat messages as the model's template renders them."""
+
+    refused: ClassVar[Neutral] = {"chat_template": ()}
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None
+    add_special_tokens: Annotated[bool, BeforeValidator(or_default(True))] = True
+    return_token_strs: Annotated[bool, BeforeValidator(or_default(False))] = False
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=2**20)]
+
+
+async def tokenize(service: Service, request: Request, body: bytes) -> Response:
+    """Token ids of a text or of messages.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    return json_response(await run_in_threadpool(_tokenize, service, body))
+
+
+def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
+    fields = parse_body(TokenizeRequest, body)
+    model = find_model(service.models, fields.model)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise invalid_request("give prompt or messages, one of them", "prompt")
+    if fields.messages is not None:
+        ids = template_ids(model, fields.messages, fields)
+    else:
+        try:
+            ids = model.tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)
+        except ValueError as error:
+            raise invalid_request(f"prompt: {error}", "prompt") from None
+    strings = [shown(model.tokenizer, token_id) for token_id in ids] if fields.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
+
+
+async def detokenize(service: Service, request: Request, body: bytes) -> Response:
+    """The text of token ids.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+
+    def text() -> str:
+        fields = parse_body(DetokenizeRequest, body)
+        model = find_model(service.models, fields.model)
+        try:
+            model.tokenizer.check_ids(fields.tokens)
+        except ValueError as error:
+            raise invalid_request(f"tokens: {error}", "tokens") from None
+        return model.tokenizer.decode(fields.tokens)
+
+    return json_response({"prompt": await run_in_threadpool(text)})
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """What the tokenizer of `?model=` is; the only model needs no naming.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    name = request.query_params.get("model")
+    if name is None and len(service.models) > 1:
+        raise invalid_request(f"say which model: ?model= one of {', '.join(service.models)}", "model")
+    model = find_model(service.models, next(iter(service.models)) if name is None else name)
+    return json_response(_tokenizer_facts(model))
+
+
+def _tokenizer_facts(model: ServedModel) -> dict[str, Any]:
+    fast = model.tokenizer.fast
+    return {
+        "model": model.name,
+        "tokenizer_class": type(fast).__name__,
+        "vocab_size": model.tokenizer.vocab_size,
+        "max_model_len": model.context_length,
+        "special_tokens": {name: str(token) for name, token in fast.special_tokens_map.items()},
+        "chat_template": None if model.template is None else model.template.source,
+    }
+
+
+async def ping(service: Service, request: Request) -> Response:
+    """Whether requests can be served, by the status alone."""
+    ok, _ = await service.health()
+    return Response(status_code=200 if ok else 503)
+
+
+async def version(service: Service, request: Request) -> Response:
+    """Of Convoy."""
+    return json_response({"version": __version__})
+
+
+async def load(service: Service, request: Request) -> Response:
+    """Requests that run or wait at the replicas of all models."""
+    _, detail = await service.health()
+    return json_response({"server_load": sum(one["running"] + one["waiting"] for one in detail["models"].values())})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """What the exporter of this node says, as it is.
+
+    Raises:
+        ApiError: 404 where it has none.
+    """
+    found = await service.metrics()
+    if found is None:
+        raise not_found("this node exports no metrics: Ray was started without its metrics agent")
+    return Response(found, media_type="text/plain; version=0.0.4")

@@ -1,0 +1,92 @@
+"""Beside generations: tokens, versions, load, probes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from engine import __version__
+from rayapp.api.routes import build_api
+from tests.rayapp.scripted import ScriptedService
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def ask(service: ScriptedService, method: str, path: str, body: Any = None) -> httpx.Response:
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(build_api(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            content = None if body is None else json.dumps(body)
+            return await client.request(method, path, content=content)
+
+    return asyncio.run(call())
+
+
+@pytest.mark.parametrize("text", ["Hello world", "", "caf\u00e9 \u4f60\u597d \U0001f600"])
+def test_tokens_and_back(service: ScriptedService, text: str) -> None:
+    answer = ask(service, "POST", "/tokenize", {"model": "smol", "prompt": text, "return_token_strs": True}).json()
+    tokenizer = service.models["smol"].tokenizer
+    assert answer["tokens"] == tokenizer.encode(text)
+    assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 256)
+    assert len(answer["token_strs"]) == answer["count"]
+    back = ask(service, "POST", "/detokenize", {"model": "smol", "tokens": answer["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+def test_messages_are_counted_as_chat_would(service: ScriptedService) -> None:
+    counted = ask(service, "POST", "/tokenize", {"model": "smol", "messages": HELLO}).json()
+    answered = ask(service, "POST", "/v1/chat/completions", {"model": "smol", "messages": HELLO}).json()
+    assert counted["count"] == answered["usage"]["prompt_tokens"]
+    assert counted["token_strs"] is None
+    bare = ask(
+        service, "POST", "/tokenize", {"model": "smol", "messages": HELLO, "add_generation_prompt": False}
+    ).json()
+    assert counted["tokens"][: bare["count"]] == bare["tokens"] and bare["count"] < counted["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompts": "a"}, "prompts"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_O33_what_is_wrong_is_named(service: ScriptedService, path: str, body: dict[str, Any], param: str) -> None:
+    answer = ask(service, "POST", path, {"model": "smol"} | body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_O34_unknown_models(service: ScriptedService, path: str) -> None:
+    body = {"model": "nobody", "prompt": "a"} if path == "/tokenize" else {"model": "nobody", "tokens": []}
+    assert ask(service, "POST", path, body).status_code == 404
+
+
+def test_tokenizer_info(service: ScriptedService) -> None:
+    facts = ask(service, "GET", "/tokenizer_info?model=smol").json()
+    tokenizer = service.models["smol"].tokenizer
+    assert (facts["vocab_size"], facts["max_model_len"]) == (tokenizer.vocab_size, 256)
+    assert facts["special_tokens"]["eos_token"] == "<|im_end|>" and "im_start" in facts["chat_template"]
+    assert ask(service, "GET", "/tokenizer_info").json()["error"]["param"] == "model"
+    assert ask(service, "GET", "/tokenizer_info?model=org/warm").json()["chat_template"] is None
+
+
+def test_probes(service: ScriptedService) -> None:
+    assert [ask(service, method, "/ping").status_code for method in ("GET", "POST")] == [200, 200]
+    service.healthy = False
+    assert ask(service, "GET", "/ping").status_code == 503
+    assert ask(service, "GET", "/version").json() == {"version": __version__}
+    assert ask(service, "GET", "/load").json() == {"server_load": 0}
+    assert ask(service, "GET", "/metrics").status_code == 404
