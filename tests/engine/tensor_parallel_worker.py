@@ -208,6 +208,19 @@ def failing_request(model: PreTrainedModel) -> dict[str, Any]:
     return {"bad": outputs["bad"].error, "good": outputs["good"].generated_tokens}
 
 
+def unsendable_request(model: PreTrainedModel) -> dict[str, Any]:
+    """What only one process can know of is refused there, and the engines go on."""
+
+    class Local:
+        def allowed(self, output_ids: list[int]) -> None:
+            return None
+
+    with running(model, per_request_processors=True) as manager:
+        refused = told(lambda: manager.add_request(GREEDY, constraint=Local())) if RANK == 0 else ""
+        manager.add_request(GREEDY, "good", max_new_tokens=4)
+        return {"refused": refused, "good": ended(manager)["good"].generated_tokens}
+
+
 def failing_process(model: PreTrainedModel) -> dict[str, Any]:
     """A step that fails on one process only ends the engines of all."""
     with running(model) as manager:
@@ -283,6 +296,7 @@ CHECKS: list[Callable[[PreTrainedModel], Any]] = [
     life,
     long_waits,
     failing_request,
+    unsendable_request,
     failing_process,
     failing_build,
     leaving,

@@ -167,6 +167,12 @@ def test_what_a_request_causes_fails_it_alone(findings: list[dict[str, Any]], ti
         assert found["failing_request"] == {"bad": "ValueError: poison", "good": ref(tiny, GREEDY, 4)}
 
 
+def test_request_that_cannot_be_sent_on_is_refused(findings: list[dict[str, Any]], tiny: PreTrainedModel) -> None:
+    first, second = (found["unsendable_request"] for found in findings)
+    assert first["refused"].startswith("ValueError: the constraint of request")
+    assert first["good"] == second["good"] == ref(tiny, GREEDY, 4)
+
+
 def test_step_that_fails_on_one_process_ends_both(findings: list[dict[str, Any]]) -> None:
     for found in findings:
         failed = found["failing_process"]
