@@ -122,7 +122,7 @@ class EngineLoop:
         In a process that does not drive, the driver's requests of the same ids are what runs; here they get a receiver.
 
         Raises:
-            ValueError: an id is in use by a live request.
+            ValueError: an id is in use by a live request, or other processes cannot be told of the request.
         """
         with self._lock:
             if self._ended or self._stop:
@@ -134,7 +134,7 @@ class EngineLoop:
                     if receiver is not None:
                         self._delivery.attach(request.request_id, receiver)
                 return True
-            self._check_ids(families)
+            self._check(families)
             for family in families:
                 root = family[0].request_id
                 for request in family:
@@ -365,12 +365,13 @@ class EngineLoop:
 
     # With the lock held
 
-    def _check_ids(self, families: Sequence[Family]) -> None:
+    def _check(self, families: Sequence[Family]) -> None:
         for request in (request for family in families for request in family):
             if request.request_id in self._live or request.request_id in self._families:
                 raise ValueError(
                     f"request id {request.request_id!r} is in use by a live request; ids must differ until it ends"
                 )
+            self._coordinator.check(request)
 
     def _expect(self, request_id: str) -> None:
         self._delivery.open(request_id)

@@ -110,7 +110,9 @@ class ModelConfig(StrictModel):
         num_cpus: share of Ray's CPUs a replica reserves, for scheduling only.
         num_gpus: GPUs a replica reserves; None means tensor_parallel_size on cuda and none on cpu.
         num_threads: threads the engine computes with; None means every core the process may use, on cuda num_cpus.
-        tensor_parallel_size: GPUs one copy of the model is spread over; only 1 for now.
+            The ranks of tensor parallelism share them.
+        tensor_parallel_size: processes of one host that share each copy of the model, on cuda with a GPU each; it
+            must divide the model's KV heads.
         engine: fields of ContinuousBatchingConfig.
         max_ongoing_requests: requests one replica holds; None means 1.25 times what its engine runs at once.
         max_queued_requests: requests that may wait in one process for a replica with room; more are refused.
@@ -144,13 +146,6 @@ class ModelConfig(StrictModel):
             return {**data, "source": data.get("name", "")}
         return data
 
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _one_gpu(cls, value: int) -> int:
-        if value > 1:
-            raise ValueError(f"tensor_parallel_size: {value} is not supported yet; use 1")
-        return value
-
     @field_validator("engine")
     @classmethod
     def _engine_config(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +163,15 @@ class ModelConfig(StrictModel):
             raise ValueError("num_replicas and autoscaling exclude each other; give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _a_gpu_for_each_rank(self) -> ModelConfig:
+        ranks = self.tensor_parallel_size
+        if ranks > 1 and self.device != "cpu" and self.num_gpus is not None and self.num_gpus < ranks:
+            raise ValueError(
+                f"tensor_parallel_size: {ranks} needs as many GPUs, but num_gpus is {self.num_gpus:g}; leave it out"
+            )
+        return self
+
     @property
     def deployment(self) -> str:
         """Name of the model's engine deployment."""
@@ -180,10 +184,11 @@ class ModelConfig(StrictModel):
         return float(self.tensor_parallel_size) if self.device == "cuda" else 0.0
 
     def threads(self) -> int:
-        """Compute threads of the engine, on the host where this is called."""
-        if self.num_threads is not None:
-            return self.num_threads
-        return max(1, int(self.num_cpus)) if self.device == "cuda" else len(os.sched_getaffinity(0))
+        """Compute threads of each process of the engine, on the host where this is called."""
+        threads = self.num_threads
+        if threads is None:
+            threads = int(self.num_cpus) if self.device == "cuda" else len(os.sched_getaffinity(0))
+        return max(1, threads // self.tensor_parallel_size)
 
     def engine_fields(self) -> dict[str, Any]:
         """Arguments for ContinuousBatchingConfig: what was asked, over what serving on this device calls for."""
@@ -194,7 +199,7 @@ class ModelConfig(StrictModel):
         }
         if self.device == "cpu" and self.engine.get("num_blocks") is None:
             replicas = self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
-            defaults["max_memory_percent"] = CPU_MEMORY_PERCENT / replicas
+            defaults["max_memory_percent"] = CPU_MEMORY_PERCENT / (replicas * self.tensor_parallel_size)
         return defaults | {key: value for key, value in self.engine.items() if value is not None}
 
     def ongoing_limit(self) -> int:

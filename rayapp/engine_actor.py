@@ -8,18 +8,20 @@ the engine; `start` does, in the actor's own process.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import queue
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rayapp.announce import log_to_terminal
 from rayapp.config import ModelConfig
 from rayapp.failures import EngineUnavailable, InvalidRequest, Overloaded
 from rayapp.instruments import EngineInstruments
+from rayapp.loading import load_engine
+from rayapp.ranks import Ranks, portable
 from rayapp.scored import scored_prompt, tokens_since
 from rayapp.subscription import Pace, Row, Subscription, finish_reason
 
@@ -41,6 +43,7 @@ LONGEST_PAUSE_S = 0.25
 
 WATCH_PERIOD_S = 0.05
 REPORT_PERIOD_S = 1.0
+LAST_WORDS_S = 2.0  # of ranks, after the engine could not be loaded here
 
 Item = tuple[list[int], str | None, dict[str, Any] | None]
 
@@ -51,6 +54,7 @@ class EngineActor:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._manager: ContinuousBatchingManager | None = None
+        self._ranks: Ranks | None = None  # the others, if this one is rank 0 of several
         self._streams = 0
         self._served = 0
         self._subscriptions: dict[str, Subscription] = {}
@@ -64,7 +68,9 @@ class EngineActor:
         """
         log_to_terminal("rayapp", "engine")
         started = time.monotonic()
-        self._manager = await asyncio.to_thread(self._load)
+        if self._config.tensor_parallel_size > 1:
+            self._ranks = Ranks(self._config)
+        self._manager, self._dtype = await self._load()
         await self._warm_up()
         self._instruments = EngineInstruments(self._config.name)
         self._reporting = asyncio.get_running_loop().create_task(self._report(self._instruments))
@@ -157,9 +163,10 @@ class EngineActor:
         return {**engine.stats(), **engine.load(), "streams": self._streams, "served": self._served}
 
     async def environment(self) -> dict[str, Any]:
-        """Where this process runs, for operators and tests: pid, visible devices, threads of the engine."""
+        """Where this process runs, for operators and tests: pid, those of the other ranks, visible devices, threads."""
         return {
             "pid": os.getpid(),
+            "ranks": [] if self._ranks is None else self._ranks.pids,
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
             "threads": self._engine.num_threads,
@@ -167,12 +174,16 @@ class EngineActor:
 
     def _error(self) -> str | None:
         manager = self._engine
+        if self._ranks is not None and (error := self._ranks.error) is not None:
+            return error
         if manager.fatal_error is not None:
             return f"the engine failed: {type(manager.fatal_error).__name__}: {manager.fatal_error}"
         if not manager.is_running():
             return "the engine thread has ended"
         stats = manager.stats()
-        if stats["running"] + stats["waiting"] and stats["idle_s"] > self._config.stall_timeout_s:
+        # With several ranks an idle engine takes turns too, and one that is stuck shows in rank 0.
+        busy = stats["running"] + stats["waiting"] or self._ranks is not None
+        if busy and stats["idle_s"] > self._config.stall_timeout_s:
             return f"no step ended for {stats['idle_s']:.0f} s (stall_timeout_s: {self._config.stall_timeout_s:g})"
         return None
 
@@ -206,42 +217,27 @@ class EngineActor:
             raise EngineUnavailable("the engine is not ready: its weights are still being loaded")
         return self._manager
 
-    def _load(self) -> ContinuousBatchingManager:
-        """Runs in a thread of its own: resolving, loading and sizing take seconds to minutes."""
-        config = self._config
-        if config.device == "cpu":  # before torch is loaded, which takes as long as the compiler
-            from engine.ops.cpu import prebuild
+    async def _load(self) -> tuple[ContinuousBatchingManager, str]:
+        """`load_engine` in a thread of its own, for as long as the other ranks live."""
+        ranks = self._ranks
+        if ranks is None:
+            return await asyncio.to_thread(load_engine, self._config)
+        loading = asyncio.create_task(asyncio.to_thread(load_engine, self._config, ranks.place))
+        while not loading.done() and ranks.error is None:
+            await asyncio.wait({loading}, timeout=WATCH_PERIOD_S)
+        if not loading.done():  # it waits for a rank that is gone
+            raise RuntimeError(ranks.error)
+        error = loading.exception()
+        if error is None:
+            return loading.result()
+        with suppress(TimeoutError):  # it may be the consequence of what another rank is about to tell
+            await asyncio.wait_for(self._rank_ended(ranks), LAST_WORDS_S)
+            raise RuntimeError(f"{type(error).__name__}: {error}; {ranks.error}") from error
+        raise error
 
-            prebuild.start()
-        import torch
-        from transformers.utils import logging as transformers_logging
-
-        import engine
-        from engine.config import ContinuousBatchingConfig
-        from engine.model.loader import load_model
-        from rayapp.models import resolve
-
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(
-                f"model {config.name!r} has device: cuda, but torch {torch.__version__} finds no CUDA device on this "
-                "host; install a CUDA build of torch or set device: cpu"
-            )
-        transformers_logging.disable_progress_bar()
-        # Ray sets OMP_NUM_THREADS from the actor's CPUs, which are a share for scheduling and not a number of threads.
-        # The manager made in this thread hands the number to the engine's.
-        torch.set_num_threads(config.threads())
-        model = load_model(resolve(config.source), dtype=config.dtype, device=config.device)
-        self._dtype = str(model.dtype).removeprefix("torch.")
-        manager = engine.init_continuous_batching(
-            model, continuous_batching_config=ContinuousBatchingConfig(**config.engine_fields())
-        )
-        manager.warmup()
-        # Some 370 000 objects of torch and transformers that live as long as this process: each full collection would
-        # hold every stream up for 0.2 s to look at them.
-        gc.collect()
-        gc.freeze()
-        manager.start()
-        return manager
+    async def _rank_ended(self, ranks: Ranks) -> None:
+        while ranks.error is None:
+            await asyncio.sleep(WATCH_PERIOD_S)
 
     async def _warm_up(self) -> None:
         """One request by the way every request goes."""
@@ -271,7 +267,7 @@ class EngineActor:
                 result_handler=put_and_count,
                 record_timestamps=True,
                 queue_timeout=0,  # this event loop serves everyone
-                **request["sampling"],
+                **(request["sampling"] if self._ranks is None else portable(request["sampling"])),
             )
         except queue.Full as error:
             raise Overloaded(str(error)) from None

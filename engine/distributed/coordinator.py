@@ -50,6 +50,10 @@ class Coordinator(Protocol):
     is_driver: bool
     heartbeat_s: float | None
 
+    def check(self, request: Request) -> None:
+        """Raise ValueError when the other processes cannot be told of this request."""
+        ...
+
     def agree(self, turn: Turn) -> Turn:
         """The turn that all processes take: the driver's items, and the greatest of what any of them says elsewhere.
 
@@ -88,6 +92,9 @@ class Alone:
 
     is_driver: bool = True
     heartbeat_s: float | None = None
+
+    def check(self, request: Request) -> None:
+        pass
 
     def agree(self, turn: Turn) -> Turn:
         return turn

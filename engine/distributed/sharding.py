@@ -65,7 +65,7 @@ def local_kv_heads(model: nn.Module, num_kv_heads: int) -> int:
         fitting = ", ".join(str(size) for size in range(1, num_kv_heads + 1) if num_kv_heads % size == 0)
         raise ValueError(
             f"the model has {num_kv_heads} KV heads, which {mesh.size()} tensor parallel processes cannot share "
-            f"evenly: set tp_size, and --nproc-per-node with it, to one of {fitting}"
+            f"evenly: set tp_size, and the number of processes with it, to one of {fitting}"
         )
     return num_kv_heads // mesh.size()
 

@@ -25,6 +25,7 @@ from engine.distributed.sharding import tensor_parallel_mesh
 if TYPE_CHECKING:
     from torch import nn
 
+    from engine.request import Request
     from engine.settings import Settings
 
 T = TypeVar("T")
@@ -78,6 +79,18 @@ class TensorParallel:
         self.heartbeat_s: float | None = (
             min(_HEARTBEAT_S, limit.total_seconds() / _BEATS_PER_TIMEOUT) if self.is_driver else 0.0
         )
+
+    def check(self, request: Request) -> None:
+        constraint = request.params.constraint  # all else of a request is numbers and strings
+        if constraint is None:
+            return
+        try:
+            pickle.dumps(constraint)
+        except Exception as error:
+            raise ValueError(
+                f"the constraint of request {request.request_id!r} cannot be sent to the other tensor parallel "
+                f"processes: {error}"
+            ) from error
 
     def agree(self, turn: Turn) -> Turn:
         """As `Coordinator.agree`. Items of other processes than the driver are dropped."""

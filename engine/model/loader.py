@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu"
+    path: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    tensor_parallel_size: int = 1,
 ) -> PreTrainedModel:
     """Loads the model in the folder `path`, ready for inference.
 
@@ -28,6 +31,8 @@ def load_model(
         path: folder with `config.json` and safetensors weights.
         dtype: dtype of the weights; "auto" takes the checkpoint's own.
         device: where the weights go.
+        tensor_parallel_size: of how many processes, which have joined and all call this, each loads its share. With
+            more than one the share goes to the device that this process has joined with.
 
     Raises:
         FileNotFoundError: `path` is not a folder with a `config.json`.
@@ -39,13 +44,14 @@ def load_model(
     if str(device) == "cpu":
         prebuild.start()
     with _no_garbage_collection():
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, DistributedConfig
 
+        share = DistributedConfig(tp_size=tensor_parallel_size) if tensor_parallel_size > 1 else None
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, distributed_config=share
         )
     model.eval().requires_grad_(False)
-    return model.to(device)  # type: ignore[arg-type]
+    return model if share is not None else model.to(device)  # type: ignore[arg-type]
 
 
 @contextmanager

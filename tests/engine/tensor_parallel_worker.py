@@ -1,7 +1,8 @@
-"""What each tensor parallel process runs for test_tensor_parallel.py: named checks, whose findings go to a file.
+"""What each tensor parallel process runs for test_tensor_parallel.py: checks, whose findings go to a file.
 
-Started as a module with the name of a list of checks, the folder of models and findings, and a time limit in seconds.
-Every process runs the same lines; where one must differ from another it looks at its rank.
+Started as a module with the folder of models and findings, and a time limit in seconds. It forks, so that torch and
+transformers are imported once, which takes longer than all checks. Both processes run the same lines; where one must
+differ from the other it looks at its rank.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from engine.model.shadow import make_shadow, model_facts
 from tests.conftest import wait_limit
 from tests.harness import NO_EOS, config, core_of, tokens
 
-RANK = int(os.environ["RANK"])
-FOLDER = Path(sys.argv[2])
+RANK = 0
+FOLDER = Path(sys.argv[1])
 
 PROMPTS = [tokens(seed, 14 * seed) for seed in range(1, 6)]
 GREEDY = tokens(9, 20)
@@ -172,7 +173,7 @@ def long_waits(model: PreTrainedModel) -> dict[str, Any]:
     """
     limit = wait_limit(TIMEOUT_S)
     with running(model, cpu_group_timeout=limit) as idle, running(model, cpu_group_timeout=limit) as paused:
-        paused.add_request(GREEDY, "paused", max_new_tokens=200)
+        paused.add_request(GREEDY, "paused", max_new_tokens=80)
         steps = []
         if RANK == 1:
             with paused.pause():
@@ -205,6 +206,19 @@ def failing_request(model: PreTrainedModel) -> dict[str, Any]:
         outputs = ended(manager, 2)
     handle.remove()
     return {"bad": outputs["bad"].error, "good": outputs["good"].generated_tokens}
+
+
+def unsendable_request(model: PreTrainedModel) -> dict[str, Any]:
+    """What only one process can know of is refused there, and the engines go on."""
+
+    class Local:
+        def allowed(self, output_ids: list[int]) -> None:
+            return None
+
+    with running(model, per_request_processors=True) as manager:
+        refused = told(lambda: manager.add_request(GREEDY, constraint=Local())) if RANK == 0 else ""
+        manager.add_request(GREEDY, "good", max_new_tokens=4)
+        return {"refused": refused, "good": ended(manager)["good"].generated_tokens}
 
 
 def failing_process(model: PreTrainedModel) -> dict[str, Any]:
@@ -261,7 +275,8 @@ def killed(model: PreTrainedModel) -> dict[str, Any]:
         for index in range(3):
             manager.add_request(GREEDY, f"request-{index}", max_new_tokens=230, streaming=index == 0)
         manager.get_result(timeout=wait_limit(90))
-        (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
+        if RANK == 1:
+            (FOLDER / "victim").write_text(str(os.getpid()))
         outputs = ended(manager, 3)
         manager.join(timeout=wait_limit(30))
         return {
@@ -271,35 +286,35 @@ def killed(model: PreTrainedModel) -> dict[str, Any]:
         }
 
 
-CHECKS: dict[str, list[Callable[[PreTrainedModel], Any]]] = {
-    "all": [
-        uneven_heads,
-        device_map,
-        shadow,
-        one_call,
-        experts,
-        few_blocks,
-        life,
-        long_waits,
-        failing_request,
-        failing_process,
-        failing_build,
-        leaving,
-        late,
-        one_call,
-    ],
-    "killed": [killed],
-}
+CHECKS: list[Callable[[PreTrainedModel], Any]] = [
+    uneven_heads,
+    device_map,
+    shadow,
+    one_call,
+    experts,
+    few_blocks,
+    life,
+    long_waits,
+    failing_request,
+    unsendable_request,
+    failing_process,
+    failing_build,
+    leaving,
+    late,
+    one_call,
+    killed,  # the last: it leaves one process only
+]
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(float(sys.argv[3]), exit=True)
+    global RANK
+    RANK = 0 if os.fork() else 1
+    faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
     ContinuousBatchingConfig()  # sets NCCL's switch, before the processes connect
-    if "RENDEZVOUS" in os.environ:
-        dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=RANK, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/rendezvous", rank=RANK, world_size=2)
     model = load("tiny")
     findings: dict[str, Any] = {"rank": RANK, "nccl": os.environ.get("NCCL_GRAPH_MIXING_SUPPORT")}
-    for check in CHECKS[sys.argv[1]]:
+    for check in CHECKS:
         started = time.monotonic()
         findings[check.__name__] = check(model)
         print(f"[{RANK}] {check.__name__}: {time.monotonic() - started:.2f} s", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,11 @@ def model(**fields: Any) -> ModelConfig:
         ({"models": [{"name": "m", "num_replica": 2}]}, "did you mean 'num_replicas'"),
         ({"models": [{"name": "m", "device": "gpu"}]}, "'auto', 'cpu' or 'cuda'"),
         ({"models": [{"name": "m", "num_replicas": 0}]}, "greater than or equal to 1"),
-        ({"models": [{"name": "m", "tensor_parallel_size": 2}]}, "tensor_parallel_size"),
+        ({"models": [{"name": "m", "tensor_parallel_size": 0}]}, "tensor_parallel_size"),
+        (
+            {"models": [{"name": "m", "device": "cuda", "tensor_parallel_size": 4, "num_gpus": 1}]},
+            "tensor_parallel_size: 4 needs as many GPUs, but num_gpus is 1",
+        ),
         ({"models": [{"name": "m", "autoscaling": {}}]}, "max_replicas"),
         ({"models": [{"name": "m", "autoscaling": {"max_replica": 2}}]}, "did you mean 'max_replicas'"),
         ({"models": [{"name": "m", "autoscaling": {"min_replicas": 3, "max_replicas": 2}}]}, "ascending order"),
@@ -60,6 +65,24 @@ def test_defaults_follow_the_device() -> None:
     assert "max_memory_percent" not in cuda.engine_fields()
     assert "max_memory_percent" not in model(device="cpu", engine={"num_blocks": 8}).engine_fields()
     assert all(one.engine_fields()["per_request_processors"] for one in (cpu, cuda))
+
+
+def test_ranks_are_in_one_bundle_with_a_gpu_each() -> None:
+    ranks = model(device="cuda", tensor_parallel_size=4, num_cpus=6.0)
+    options = engine_application(ranks, RouterConfig())._bound_deployment._replica_config  # type: ignore[attr-defined]
+    assert options.placement_group_bundles == [{"CPU": 6.0, "GPU": 4.0}]
+    assert options.placement_group_strategy == "STRICT_PACK"
+    assert ranks.threads() == 1 and ranks.gpus() == 4
+    assert model(device="cuda", tensor_parallel_size=2, num_gpus=2).gpus() == 2
+
+
+def test_ranks_on_cpu_share_its_threads_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
+    assert [model(device="cpu", tensor_parallel_size=size).threads() for size in (1, 2, 16)] == [9, 4, 1]
+    assert model(device="cpu", tensor_parallel_size=2, num_threads=6).threads() == 3
+    one, two = (model(device="cpu", tensor_parallel_size=size) for size in (1, 2))
+    assert one.engine_fields()["max_memory_percent"] == 2 * two.engine_fields()["max_memory_percent"]
+    assert two.gpus() == 0
 
 
 def test_ongoing_requests_are_what_the_engine_can_run_and_a_few_more() -> None:
