@@ -6,7 +6,7 @@ One `Detokenizer` a generation, driven by `rayapp.generation`. Knows nothing of 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tokenizers.decoders import DecodeStream
 
@@ -24,19 +24,31 @@ class Detokenizer:
 
     The joined pieces equal `tokenizer.decode(all ids)` up to an unfinished character at the very end, which is
     left out: a generation cut inside a character ends before it. Bytes that can no longer become a character
-    show as U+FFFD, as they do in `decode`; bytes that still can are held. Special tokens do not show. Spaces are
-    neither stripped nor merged. The cost of a token does not depend on how many came before.
+    show as U+FFFD, as they do in `decode`; bytes that still can are held. Special tokens do not show, but for those of
+    `shown`. Spaces are neither stripped nor merged. The cost of a token does not depend on how many came before.
 
     Args:
         prompt_ids: what the generated tokens follow; some tokenizers drop the space before a text's first word.
+        shown: ids of special tokens that show as they are written, such as the markers of tool calls. An unfinished
+            character before one can no longer become one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), shown: Collection[int] = frozenset()
+    ) -> None:
         self._decoder = _ByteDecoder(tokenizer) if tokenizer.byte_level else _StreamDecoder(tokenizer, prompt_ids)
+        written = ((token_id, tokenizer.backend.id_to_token(token_id)) for token_id in shown)
+        self._shown = {token_id: text for token_id, text in written if text and token_id in tokenizer.special_ids}
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens finish; may be empty."""
-        return "".join(map(self._decoder.step, token_ids))
+        if not self._shown:
+            return "".join(map(self._decoder.step, token_ids))
+        return "".join(map(self._step, token_ids))
+
+    def _step(self, token_id: int) -> str:
+        marker = self._shown.get(token_id)
+        return self._decoder.step(token_id) if marker is None else self._decoder.interrupt() + marker
 
     def finish(self) -> str:
         """The text ends here: returns what was held but for an unfinished character."""
@@ -52,6 +64,10 @@ class _ByteDecoder:
 
     def step(self, token_id: int) -> str:
         return self._decode(self._token_bytes(token_id))
+
+    def interrupt(self) -> str:
+        """What was held, before text from elsewhere."""
+        return self._decode(b"", True)
 
     def finish(self) -> str:
         return ""  # only bytes of an unfinished character are ever held
@@ -84,6 +100,12 @@ class _StreamDecoder:
             self._pending = []
             return text
         return self._restart() if len(self._pending) > MAX_PENDING else ""
+
+    def interrupt(self) -> str:
+        """What was held, before text from elsewhere."""
+        text, self._pending = self._text_of_pending(), []
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        return text
 
     def finish(self) -> str:
         return self._text_of_pending().rstrip("\ufffd")

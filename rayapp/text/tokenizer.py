@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -40,7 +41,8 @@ class Tokenizer:
         fast: for the chat template.
         backend: the `tokenizers` object.
         byte_level: tokens are runs of UTF-8 bytes, see `token_bytes`.
-        special_ids: ids that never show in text.
+        special_ids: ids that do not show in text unless asked for.
+        added_tokens: text -> id of the tokens that were added to the vocabulary, special or not.
     """
 
     def __init__(self, fast: PreTrainedTokenizerFast, vocab_size: int | None = None) -> None:
@@ -52,6 +54,7 @@ class Tokenizer:
         self.byte_level = isinstance(self.backend.decoder, ByteLevel)
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         self._bytes: dict[int, bytes] = dict.fromkeys(self.special_ids, b"")
 
     @classmethod
@@ -87,6 +90,10 @@ class Tokenizer:
         """Text of ids at once, special tokens left out, nothing tidied."""
         text: str = self.backend.decode(token_ids, skip_special_tokens=True)
         return text
+
+    def ids_of(self, markers: Iterable[str]) -> dict[str, int]:
+        """Those of the markers, such as `<tool_call>`, that are one added token, and its id."""
+        return {marker: self.added_tokens[marker] for marker in markers if marker in self.added_tokens}
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raises ValueError naming the first id that is not in the vocabulary."""

@@ -76,6 +76,21 @@ def test_special_tokens_do_not_show(smol_text: Tokenizer) -> None:
     assert "".join(pieces(smol_text, [253, 2, 28, 0, 216, 1])) == " a, "
 
 
+def test_special_tokens_that_are_asked_for_show(smol_text: Tokenizer) -> None:
+    """As they are written, in their place; what is no special token is shown once."""
+    detokenizer = Detokenizer(smol_text, shown={1, 253})
+    assert [detokenizer.push([token_id]) for token_id in [253, 1, 2, 28]] == [" a", "<|im_start|>", "", ","]
+    assert detokenizer.push([18645, 1, 28]) + detokenizer.finish() == "\ufffd<|im_start|>,"
+
+
+def test_metaspace_special_tokens_that_are_asked_for_show(metaspace: Tokenizer) -> None:
+    half, space, word = byte_ids(metaspace, "你")[0], 1, 6
+    detokenizer = Detokenizer(metaspace, [word], shown={0})
+    shown = [detokenizer.push([token_id]) for token_id in [space, 0, space, word, half, 0, word]]
+    assert shown == [" ", "<s>", " ", "a", "", "\ufffd<s>", "a"]
+    assert detokenizer.finish() == ""
+
+
 def test_ids_without_a_token_do_not_show(smol_path: Path) -> None:
     padded = Tokenizer.load(smol_path, vocab_size=50_000)
     assert "".join(pieces(padded, [253, 49_999, 28])) == " a,"

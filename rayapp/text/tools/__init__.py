@@ -1,0 +1,23 @@
+"""Tool calls: out of a model's text (`tool_parser`), into its prompt (`tools_for_template`), and forced.
+
+Used by the chat endpoints. Loads no torch; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from rayapp.text.tools.forced import forced_structure
+from rayapp.text.tools.formats import FORMATS, parser_name_for, tool_parser
+from rayapp.text.tools.parser import ToolParser, call_id
+from rayapp.text.tools.requests import calls_for_template, function_names, tools_for_template
+
+__all__ = [
+    "FORMATS",
+    "ToolParser",
+    "call_id",
+    "calls_for_template",
+    "forced_structure",
+    "function_names",
+    "parser_name_for",
+    "tool_parser",
+    "tools_for_template",
+]
