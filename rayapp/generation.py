@@ -42,10 +42,10 @@ async def generate(
         GenerationError: one of its subclasses.
     """
     fields = {**asdict(sampling), "seed": choice_seed(sampling.seed, index) if sampling.do_sample else None}
+    text = _Text(tokenizer, prompt_ids, stop, fields.pop("shown_ids"))
     if sampling.logprobs:
         fields["raw_logprobs"] = True  # what the model thinks, whatever was asked to be done to it
     request = wire_request(prompt_ids, fields)
-    text = _Text(tokenizer, prompt_ids, stop)
     cached, prompt = 0, None
     if watch is not None:
         watch.submitted(request["request_id"])
@@ -82,8 +82,10 @@ class _Text:
         matched: a stop string was found; nothing comes after it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], stop: list[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: list[int], stop: list[str], shown_ids: tuple[int, ...] = ()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, frozenset(shown_ids))
         self._stop = StopBuffer(stop) if stop else None
         self.count = 0
         self.matched = False

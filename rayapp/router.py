@@ -38,8 +38,10 @@ from rayapp.instruments import RouterInstruments
 from rayapp.link import Link
 from rayapp.migration import Migrating
 from rayapp.models import resolve
+from rayapp.text.reasoning import reasons
 from rayapp.text.template import ChatTemplate
 from rayapp.text.tokenizer import Tokenizer
+from rayapp.text.tools import parser_name_for
 
 logger = logging.getLogger(__name__)
 
@@ -216,11 +218,16 @@ def load_served(config: ModelConfig) -> ServedModel:
     tokenizer = Tokenizer.load(folder, settings.get("vocab_size"))
     generation = _read_json(folder / "generation_config.json")
     context = next((settings[key] for key in CONTEXT_KEYS if settings.get(key)), UNKNOWN_CONTEXT)
+    template = ChatTemplate.of(tokenizer)
+    source = None if template is None else template.source
+    told = parser_name_for(source, tokenizer.added_tokens)
     return ServedModel(
         name=config.name,
         created=int(time.time()),
         tokenizer=tokenizer,
-        template=ChatTemplate.of(tokenizer),
+        template=template,
+        tool_format={"auto": told, "none": None}.get(config.tool_parser, config.tool_parser),
+        reasons={"auto": reasons(source, tokenizer.added_tokens), "none": False}.get(config.reasoning_parser, True),
         context_length=int(context),
         default_sampling={key: generation[key] for key in SAMPLING_DEFAULTS if generation.get(key) is not None},
     )

@@ -20,6 +20,8 @@ from rayapp.api.logprobs import chat_logprobs
 from rayapp.api.resolve import Plan, plan_chat
 from rayapp.api.service import Chunk, Service
 from rayapp.api.streaming import DONE, error_event, event
+from rayapp.api.tool_fields import Reply
+from rayapp.text.pieces import Content, Piece, Reasoning, ToolArguments, ToolStart, collected
 from rayapp.text.tokenizer import Tokenizer
 
 
@@ -33,17 +35,29 @@ class ChatShape:
         self._tokenizer = tokenizer
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": plan.model}
         self._tail = {"usage": None} if plan.include_usage else {}
+        self._readers: dict[int, _Reader] = {}
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        said = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": self._scores(choice.tokens),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(choices)
-        ]
+        said = []
+        for index, choice in enumerate(choices):
+            reply = collected(self._reader(index).read(choice.text, ended=True))
+            message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+            if reply.reasoning:
+                message["reasoning_content"] = reply.reasoning
+            if reply.calls:
+                message["tool_calls"] = [
+                    {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                    for call in reply.calls
+                ]
+                message["content"] = reply.content or None
+            said.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._scores(choice.tokens),
+                    "finish_reason": self._reader(index).reason(choice.finish_reason),
+                }
+            )
         return {**self._head, "object": "chat.completion", "choices": said, "usage": usage}
 
     def opening(self) -> Iterator[bytes]:
@@ -51,10 +65,14 @@ class ChatShape:
             yield self._chunk(index, {"role": "assistant", "content": ""}, [], None)
 
     def piece(self, index: int, chunk: Chunk) -> Iterator[bytes]:
-        if chunk.text or (chunk.token_ids and self._plan.logprobs):
-            yield self._chunk(index, {"content": chunk.text}, chunk.token_ids, None)
-        if chunk.finish_reason is not None:
-            yield self._chunk(index, {}, [], chunk.finish_reason)
+        reader, ended = self._reader(index), chunk.finish_reason is not None
+        deltas = [_delta(piece) for piece in reader.read(chunk.text, ended=ended)]
+        tokens = chunk.token_ids if self._plan.logprobs else []
+        for delta in deltas or ([{"content": ""}] if tokens else []):
+            yield self._chunk(index, delta, tokens, None)
+            tokens = []
+        if ended:
+            yield self._chunk(index, {}, [], reader.reason(chunk.finish_reason))
 
     def closing(self, usage: dict[str, Any]) -> Iterator[bytes]:
         if self._plan.include_usage:
@@ -65,8 +83,52 @@ class ChatShape:
         choice = {"index": index, "delta": delta, "logprobs": self._scores(tokens), "finish_reason": finish_reason}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._tail})
 
+    def _reader(self, index: int) -> _Reader:
+        if index not in self._readers:
+            self._readers[index] = _Reader(self._plan.reply)
+        return self._readers[index]
+
     def _scores(self, tokens: Sequence[int]) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, tokens) if self._plan.logprobs and tokens else None
+
+
+class _Reader:
+    """What one choice's text says."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._parser = None if reply.parser is None else reply.parser()
+        self._one_call = reply.one_call
+        self._calls = 0
+
+    def read(self, text: str, *, ended: bool) -> list[Piece]:
+        """The pieces that these characters, or the end behind them, make certain."""
+        if self._parser is None:
+            return [Content(text)] if text else []
+        pieces = self._parser.push(text)
+        return [piece for piece in (pieces + self._parser.finish() if ended else pieces) if self._counts(piece)]
+
+    def reason(self, finish_reason: str | None) -> str | None:
+        """Why the choice ended, as OpenAI says it."""
+        return "tool_calls" if finish_reason == "stop" and self._calls else finish_reason
+
+    def _counts(self, piece: Piece) -> bool:
+        """Whether a client who wants one call alone is to see it."""
+        if isinstance(piece, ToolStart):
+            self._calls += 1
+        return not self._one_call or self._calls <= 1
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    match piece:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case ToolStart(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 async def create_chat_completion(service: Service, request: Request, body: bytes) -> Response:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from rayapp.api.refusals import Neutral, is_neutral, nearest, not_served, refuse, shown
 from rayapp.text.template import Message
+from rayapp.text.tools import calls_for_template
 
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
 NOT_SERVED_MESSAGE: Neutral = {
@@ -86,9 +87,23 @@ def _tool_fields(value: dict[str, Any], role: str) -> Message:
         return {} if call_id is None else {"tool_call_id": call_id}
     if role != "assistant":
         raise refuse(f"a {role} message cannot have tool_calls; only an assistant one can", "tool_calls")
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    if not isinstance(calls, list):
         raise refuse("tool_calls must be a list of objects", "tool_calls")
-    return {"tool_calls": calls}
+    for position, call in enumerate(calls):
+        _check_call(call, "tool_calls", position)
+    return {"tool_calls": calls_for_template(calls)}
+
+
+def _check_call(call: Any, *at: str | int) -> None:
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        raise refuse('a tool call must be {"id", "type": "function", "function": {"name", "arguments"}}', *at)
+    if call.get("type", "function") != "function":
+        raise refuse(f"tool calls of type {shown(call['type'])} are not supported, only 'function'", *at, "type")
+    function = call["function"]
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise refuse("the function needs a name: a non-empty string", *at, "function", "name")
+    if not isinstance(function.get("arguments", ""), str):
+        raise refuse("arguments must be a string of JSON", *at, "function", "arguments")
 
 
 def read_messages(value: Any) -> list[Message]:

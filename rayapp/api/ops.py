@@ -18,7 +18,7 @@ from rayapp.api.errors import invalid_request, not_found
 from rayapp.api.logprobs import shown
 from rayapp.api.messages import read_messages
 from rayapp.api.refusals import Neutral
-from rayapp.api.resolve import find_model, template_ids
+from rayapp.api.resolve import find_model, render
 from rayapp.api.schemas import Body, TemplateFields, or_default, parse_body
 from rayapp.api.service import ServedModel, Service
 from rayapp.api.streaming import json_response
@@ -57,7 +57,7 @@ def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid_request("give prompt or messages, one of them", "prompt")
     if fields.messages is not None:
-        ids = template_ids(model, fields.messages, fields)
+        _, ids = render(model, fields.messages, fields)
     else:
         try:
             ids = model.tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)

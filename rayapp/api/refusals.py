@@ -32,10 +32,6 @@ NOT_SERVED: Neutral = {
 }
 
 NOT_SERVED_CHAT: Neutral = NOT_SERVED | {
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -51,7 +47,6 @@ NOT_SERVED_CHAT: Neutral = NOT_SERVED | {
 
 NOT_SERVED_COMPLETIONS: Neutral = NOT_SERVED | {
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
 }
 
 

@@ -7,7 +7,7 @@ too long for the event loop. Everything a request can be refused for without ask
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,10 @@ from rayapp.api.errors import ApiError, invalid_request, not_found
 from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, TemplateFields, parse_body
 from rayapp.api.service import SamplingFields, ServedModel
 from rayapp.api.settings import RequestSettings
+from rayapp.api.tool_fields import ALL_CONTENT, Reply, wanted_reply
+from rayapp.structured import check
 from rayapp.text.template import Message
+from rayapp.text.tools import tools_for_template
 
 TEMPLATE_ARGUMENTS = frozenset(
     (
@@ -36,6 +39,7 @@ class Plan:
 
     Attributes:
         sampling: one for each prompt; they differ in their token limits.
+        reply: how a chat's text is to be read.
         logprobs: the answer has those of its tokens.
         echo: the text of each prompt, which the choices' texts begin with; empty without.
         prompt_only: nothing is to be generated.
@@ -48,6 +52,7 @@ class Plan:
     n: int
     stream: bool
     include_usage: bool
+    reply: Reply = ALL_CONTENT
     logprobs: bool = False
     echo: tuple[str, ...] = ()
     prompt_only: bool = False
@@ -65,13 +70,23 @@ def plan_chat(models: Mapping[str, ServedModel], body: bytes, settings: RequestS
     """
     fields = parse_body(ChatRequest, body)
     model = find_model(models, fields.model)
-    prompt_ids = template_ids(model, fields.messages, fields)
+    tools = fields.callable_tools
+    prompt, prompt_ids = render(model, fields.messages, fields, tools)
+    reply = wanted_reply(model, prompt, tools, fields.tool_choice, fields.parallel_tool_calls, fields.structure)
+    _check_structure(reply.structure, fields, model)
     asked = settings.defaults.max_tokens if fields.token_limit is None else fields.token_limit
     plan = _plan(fields, model, settings, [prompt_ids], "messages", asked, model.context_length)
-    if not fields.logprobs:
-        return plan
-    scored = [replace(one, logprobs=True, top_logprobs=fields.top_logprobs) for one in plan.sampling]
-    return replace(plan, sampling=scored, logprobs=True)
+    sampling = [
+        replace(
+            one,
+            structure=reply.structure,
+            shown_ids=reply.shown_ids,
+            logprobs=fields.logprobs,
+            top_logprobs=fields.top_logprobs,
+        )
+        for one in plan.sampling
+    ]
+    return replace(plan, sampling=sampling, logprobs=fields.logprobs, reply=reply)
 
 
 def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: RequestSettings) -> Plan:
@@ -85,7 +100,10 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: R
     params = _params("prompt", len(fields.prompt))
     prompts = [_prompt_ids(model, prompt, param) for prompt, param in zip(fields.prompt, params, strict=True)]
     asked = settings.defaults.max_tokens if fields.max_tokens is None else max(1, fields.max_tokens)
+    _check_structure(fields.structure, fields, model)
     plan = _plan(fields, model, settings, prompts, "prompt", asked, DEFAULT_COMPLETION_TOKENS)
+    if fields.structure is not None:
+        plan = replace(plan, sampling=[replace(one, structure=fields.structure) for one in plan.sampling])
     if fields.logprobs is not None:
         of_prompt = fields.logprobs if fields.echo else None
         scored = [
@@ -99,8 +117,22 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: R
     return replace(plan, echo=tuple(texts), prompt_only=fields.max_tokens == 0)
 
 
-def template_ids(model: ServedModel, messages: list[Message], fields: TemplateFields) -> list[int]:
-    """The prompt that the model's template makes of messages.
+def _check_structure(structure: Mapping[str, Any] | None, fields: GenerationFields, model: ServedModel) -> None:
+    """Raises ApiError for a structure that cannot be kept to."""
+    if structure is None:
+        return
+    given = ("response_format", "structured_outputs")
+    param = next((name for name in given if getattr(fields, name) is not None), "tools")
+    try:
+        check(structure, model.tokenizer)
+    except ValueError as error:
+        raise invalid_request(f"{param}: {error}", param) from None
+
+
+def render(
+    model: ServedModel, messages: list[Message], fields: TemplateFields, tools: Sequence[dict[str, Any]] = ()
+) -> tuple[str, list[int]]:
+    """The prompt that the model's template makes of messages and tools, as text and as token ids.
 
     Raises:
         ApiError: 400.
@@ -109,8 +141,12 @@ def template_ids(model: ServedModel, messages: list[Message], fields: TemplateFi
         raise invalid_request(
             f"model {model.name!r} has no chat template; use /v1/completions with a finished prompt", "messages"
         )
+    options = _template_options(fields)
+    if tools:
+        options["tools"] = tools_for_template(tools)
     try:
-        return model.template.encode(messages, **_template_options(fields))
+        text = model.template.render(messages, **options)
+        return text, model.tokenizer.encode(text, add_special_tokens=False)
     except ValueError as error:
         raise invalid_request(str(error), "messages") from None
 

@@ -25,6 +25,7 @@ from rayapp.api.refusals import (
     refuse,
     shown,
 )
+from rayapp.api.tool_fields import ResponseFormat, Structure, StructuredOutputs, Tool, ToolChoice, check_tools
 from rayapp.text.template import Message
 
 MAX_LOGIT_BIAS = 100
@@ -166,13 +167,23 @@ class GenerationFields(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     priority: Annotated[int, BeforeValidator(or_default(0)), Field(ge=-(2**31), lt=2**31)] = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     user: str | None = None  # names the end user to the operator; by definition no part of the answer
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise refuse("stream_options needs stream: true", "stream_options")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise refuse("response_format and structured_outputs exclude each other", "structured_outputs")
         return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must be; None for anything."""
+        asked = self.response_format or self.structured_outputs
+        return None if asked is None else asked.structure()
 
     @property
     def include_usage(self) -> bool:
@@ -188,11 +199,15 @@ class ChatRequest(GenerationFields, TemplateFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[bool, BeforeValidator(or_default(False))] = False
     top_logprobs: Annotated[int, BeforeValidator(or_default(0)), Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: Annotated[list[Tool], BeforeValidator(or_default([]))] = []
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
 
     @model_validator(mode="after")
     def _check_fields(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise refuse(f"top_logprobs ({self.top_logprobs}) needs logprobs: true", "top_logprobs")
+        check_tools(self.tools, self.tool_choice)
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise refuse(
@@ -201,6 +216,11 @@ class ChatRequest(GenerationFields, TemplateFields):
                 "max_completion_tokens",
             )
         return self
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Tools in OpenAI's form, for the template; none where they must not be called."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
     def token_limit(self) -> int | None:

@@ -39,6 +39,7 @@ class SamplingFields:
         top_logprobs: with so many of the most likely tokens.
         prompt_logprobs: the first chunk holds the prompt as scored tokens, with so many; None is without.
         structure: what the text must be: {"kind", "value"}, see `rayapp.structured`.
+        shown_ids: special tokens that show in the text.
         cache_salt: only requests with the same one share cached prefixes.
         priority: lower runs first.
         deadline: `time.monotonic()` of this process at which the generation must have ended; None is never.
@@ -62,6 +63,7 @@ class SamplingFields:
     top_logprobs: int = 0
     prompt_logprobs: int | None = None
     structure: Mapping[str, Any] | None = None
+    shown_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
@@ -100,6 +102,8 @@ class ServedModel:
         default_sampling: from the model's generation config, any of temperature, top_k, top_p, min_p; used
             where a request leaves them out.
         template: None when the model has no chat template; chat is then refused.
+        tool_format: a key of `rayapp.text.tools.FORMATS`; None where the model can call no tools.
+        reasons: its answers may begin with a `<think>` block.
     """
 
     name: str
@@ -108,6 +112,8 @@ class ServedModel:
     template: ChatTemplate | None
     context_length: int
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    tool_format: str | None = None
+    reasons: bool = False
     owned_by: str = "convoy"
 
 

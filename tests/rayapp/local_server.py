@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from rayapp.api.routes import build_api
-from rayapp.api.service import Chunk, SamplingFields, ServedModel
+from rayapp.api.service import Chunk, SamplingFields, ServedModel, Service
 from rayapp.api.settings import RequestSettings
 from rayapp.config import ModelConfig
 from rayapp.engine_actor import EngineActor
@@ -70,14 +70,31 @@ class _Source:
 def local_server(*models: dict[str, Any]) -> Iterator[str]:
     """The base URL of the models' API, which runs in a thread until the block is left."""
     service = LocalService([ModelConfig(**model) for model in models])
+
+    @asynccontextmanager
+    async def engines() -> AsyncIterator[None]:
+        for actor in service.actors.values():
+            await actor.start()
+        yield
+        for actor in service.actors.values():
+            await asyncio.to_thread(actor._engine.stop, hard_stop=True)
+
+    with serving(service, engines()) as url:
+        yield url
+
+
+@contextmanager
+def serving(service: Service, life: AbstractAsyncContextManager[None] | None = None) -> Iterator[str]:
+    """The base URL of a service's API, which runs in a thread until the block is left.
+
+    Args:
+        life: entered on the server's loop before it listens, and left after.
+    """
     server = uvicorn.Server(uvicorn.Config(build_api(service), port=0, log_level="critical", lifespan="off"))
 
     async def run() -> None:
-        for actor in service.actors.values():
-            await actor.start()
-        await server.serve()
-        for actor in service.actors.values():
-            await asyncio.to_thread(actor._engine.stop, hard_stop=True)
+        async with life or nullcontext():
+            await server.serve()
 
     thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
     thread.start()

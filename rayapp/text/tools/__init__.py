@@ -5,7 +5,7 @@ Used by the chat endpoints. Loads no torch; knows nothing of HTTP.
 
 from __future__ import annotations
 
-from rayapp.text.tools.forced import forced_structure
+from rayapp.text.tools.forced import after_thinking, forced_structure
 from rayapp.text.tools.formats import FORMATS, parser_name_for, tool_parser
 from rayapp.text.tools.parser import ToolParser, call_id
 from rayapp.text.tools.requests import calls_for_template, function_names, tools_for_template
@@ -13,6 +13,7 @@ from rayapp.text.tools.requests import calls_for_template, function_names, tools
 __all__ = [
     "FORMATS",
     "ToolParser",
+    "after_thinking",
     "call_id",
     "calls_for_template",
     "forced_structure",

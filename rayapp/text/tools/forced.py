@@ -16,7 +16,7 @@ from rayapp.text.tools.formats import FORMATS
 from rayapp.text.tools.requests import NO_PARAMETERS, Tool
 
 Structure = dict[str, Any]
-"""`{"kind": "grammar", "value": text}`, see `rayapp.structured`."""
+"""`{"kind": "marked_grammar", "value": text}`: a grammar that may name special tokens, see `rayapp.structured`."""
 
 # As models write JSON in their calls; free white space lets a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -60,7 +60,31 @@ def forced_structure(
     start = _LAYOUTS[format_name](grammar, names, parallel)
     if thinking:
         start = f"{grammar.thoughts()} {start}"
-    return {"kind": "grammar", "value": "\n".join([f"start: {start}", *grammar.rules]) + "\n"}
+    return {"kind": "marked_grammar", "value": "\n".join([f"start: {start}", *grammar.rules]) + "\n"}
+
+
+def after_thinking(structure: Mapping[str, Any], tokens: Mapping[str, int]) -> Structure:
+    """The same structure behind the end of a `<think>` block that the prompt has opened.
+
+    Args:
+        tokens: as for `forced_structure`.
+
+    Raises:
+        ValueError: it is a grammar of the caller's own, which says itself what comes first.
+    """
+    kind, value = structure["kind"], structure.get("value")
+    if kind == "grammar":
+        raise ValueError("a grammar is for the whole answer, and this model's answers begin in a <think> block")
+    grammar = _Grammar(tokens)
+    answers = {
+        "json_object": lambda: '%json {"type": "object"}',
+        "json_schema": lambda: f"%json {json.dumps(value)}",
+        "choice": lambda: " | ".join(map(_text, value or ())),
+        "regex": lambda: "/" + str(value).replace("/", "\\/") + "/",
+    }
+    thoughts = grammar.thoughts()
+    rules = [f"start: {thoughts} answer", f"answer: {answers[kind]()}", *grammar.rules]
+    return {"kind": "marked_grammar", "value": "\n".join(rules) + "\n"}
 
 
 class _Grammar:
