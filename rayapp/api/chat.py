@@ -17,10 +17,10 @@ from starlette.responses import Response
 from rayapp.api.answer import answer
 from rayapp.api.choices import Choice
 from rayapp.api.logprobs import chat_logprobs
+from rayapp.api.reading import Reader
 from rayapp.api.resolve import Plan, plan_chat
 from rayapp.api.service import Chunk, Service
 from rayapp.api.streaming import DONE, error_event, event
-from rayapp.api.tool_fields import Reply
 from rayapp.text.pieces import Content, Piece, Reasoning, ToolArguments, ToolStart, collected
 from rayapp.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class ChatShape:
         self._tokenizer = tokenizer
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": plan.model}
         self._tail = {"usage": None} if plan.include_usage else {}
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, Reader] = {}
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         said = []
@@ -83,39 +83,13 @@ class ChatShape:
         choice = {"index": index, "delta": delta, "logprobs": self._scores(tokens), "finish_reason": finish_reason}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._tail})
 
-    def _reader(self, index: int) -> _Reader:
+    def _reader(self, index: int) -> Reader:
         if index not in self._readers:
-            self._readers[index] = _Reader(self._plan.reply)
+            self._readers[index] = Reader(self._plan.reply)
         return self._readers[index]
 
     def _scores(self, tokens: Sequence[int]) -> dict[str, Any] | None:
         return chat_logprobs(self._tokenizer, tokens) if self._plan.logprobs and tokens else None
-
-
-class _Reader:
-    """What one choice's text says."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._parser = None if reply.parser is None else reply.parser()
-        self._one_call = reply.one_call
-        self._calls = 0
-
-    def read(self, text: str, *, ended: bool) -> list[Piece]:
-        """The pieces that these characters, or the end behind them, make certain."""
-        if self._parser is None:
-            return [Content(text)] if text else []
-        pieces = self._parser.push(text)
-        return [piece for piece in (pieces + self._parser.finish() if ended else pieces) if self._counts(piece)]
-
-    def reason(self, finish_reason: str | None) -> str | None:
-        """Why the choice ended, as OpenAI says it."""
-        return "tool_calls" if finish_reason == "stop" and self._calls else finish_reason
-
-    def _counts(self, piece: Piece) -> bool:
-        """Whether a client who wants one call alone is to see it."""
-        if isinstance(piece, ToolStart):
-            self._calls += 1
-        return not self._one_call or self._calls <= 1
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

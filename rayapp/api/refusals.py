@@ -45,6 +45,25 @@ NOT_SERVED_CHAT: Neutral = NOT_SERVED | {
     "chat_template": (),
 }
 
+NOT_SERVED_RESPONSES: Neutral = {
+    "background": (False,),
+    "conversation": (),
+    "context_management": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
+    "reasoning": ({},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "truncation": ("disabled",),
+}
+
 NOT_SERVED_COMPLETIONS: Neutral = NOT_SERVED | {
     "suffix": ("",),
 }

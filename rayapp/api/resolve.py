@@ -68,7 +68,15 @@ def plan_chat(models: Mapping[str, ServedModel], body: bytes, settings: RequestS
     Raises:
         ApiError: 400 or 404.
     """
-    fields = parse_body(ChatRequest, body)
+    return plan_chat_fields(models, parse_body(ChatRequest, body), settings)
+
+
+def plan_chat_fields(models: Mapping[str, ServedModel], fields: ChatRequest, settings: RequestSettings) -> Plan:
+    """The plan of a chat request.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
     model = find_model(models, fields.model)
     tools = fields.callable_tools
     prompt, prompt_ids = render(model, fields.messages, fields, tools)

@@ -20,6 +20,7 @@ from rayapp.api.choices import ClientGone
 from rayapp.api.completions import create_completion
 from rayapp.api.errors import ApiError, install_error_handling
 from rayapp.api.resolve import find_model
+from rayapp.api.responses import create_response
 from rayapp.api.service import ServedModel, Service
 from rayapp.api.settings import ApiConfig
 from rayapp.api.streaming import json_response
@@ -58,6 +59,7 @@ def build_api(service: Service, config: ApiConfig | None = None) -> FastAPI:
 
     post("/v1/chat/completions", create_chat_completion)
     post("/v1/completions", create_completion)
+    post("/v1/responses", create_response)
     post("/tokenize", ops.tokenize)
     post("/detokenize", ops.detokenize)
 

@@ -274,6 +274,15 @@ def parse_body(kind: type[Fields], body: bytes) -> Fields:
             fields[field] = value
         elif not is_neutral(value, kind.refused[field]):
             raise invalid_request(not_served(field, value, kind.refused[field]), field, "unsupported_value")
+    return validated(kind, fields)
+
+
+def validated(kind: type[Fields], fields: dict[str, Any]) -> Fields:
+    """The same of fields that are all served.
+
+    Raises:
+        ApiError: 400, with `param` set where one field is at fault.
+    """
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
