@@ -8,7 +8,6 @@ the engine; `start` does, in the actor's own process.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import queue
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.announce import log_to_terminal
 from rayapp.config import ModelConfig
+from rayapp.engine_start import load_engine
 from rayapp.failures import EngineUnavailable, InvalidRequest, Overloaded
 from rayapp.instruments import EngineInstruments
 from rayapp.subscription import Pace, Row, Subscription, finish_reason
@@ -63,7 +63,7 @@ class EngineActor:
         """
         log_to_terminal("rayapp", "engine")
         started = time.monotonic()
-        self._manager = await asyncio.to_thread(self._load)
+        self._manager, self._dtype = await asyncio.to_thread(load_engine, self._config)
         await self._warm_up()
         self._instruments = EngineInstruments(self._config.name)
         self._reporting = asyncio.get_running_loop().create_task(self._report(self._instruments))
@@ -203,43 +203,6 @@ class EngineActor:
         if self._manager is None:
             raise EngineUnavailable("the engine is not ready: its weights are still being loaded")
         return self._manager
-
-    def _load(self) -> ContinuousBatchingManager:
-        """Runs in a thread of its own: resolving, loading and sizing take seconds to minutes."""
-        config = self._config
-        if config.device == "cpu":  # before torch is loaded, which takes as long as the compiler
-            from engine.ops.cpu import prebuild
-
-            prebuild.start()
-        import torch
-        from transformers.utils import logging as transformers_logging
-
-        import engine
-        from engine.config import ContinuousBatchingConfig
-        from engine.model.loader import load_model
-        from rayapp.models import resolve
-
-        if config.device == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(
-                f"model {config.name!r} has device: cuda, but torch {torch.__version__} finds no CUDA device on this "
-                "host; install a CUDA build of torch or set device: cpu"
-            )
-        transformers_logging.disable_progress_bar()
-        # Ray sets OMP_NUM_THREADS from the actor's CPUs, which are a share for scheduling and not a number of threads.
-        # The manager made in this thread hands the number to the engine's.
-        torch.set_num_threads(config.threads())
-        model = load_model(resolve(config.source), dtype=config.dtype, device=config.device)
-        self._dtype = str(model.dtype).removeprefix("torch.")
-        manager = engine.init_continuous_batching(
-            model, continuous_batching_config=ContinuousBatchingConfig(**config.engine_fields())
-        )
-        manager.warmup()
-        # Some 370 000 objects of torch and transformers that live as long as this process: each full collection would
-        # hold every stream up for 0.2 s to look at them.
-        gc.collect()
-        gc.freeze()
-        manager.start()
-        return manager
 
     async def _warm_up(self) -> None:
         """One request by the way every request goes."""
