@@ -29,6 +29,7 @@ from rayapp.bench.report import render
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 READY_POLL_S = 0.5
+WARMUP_SEED = 10**6
 PROGRESS_S = 0.5
 
 
@@ -41,13 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = serve_parser().parse_args(argv)
     try:
         settings = _settings(args)
-        data = conversations(args, load_tokenizer(args.tokenizer))
+        tokenizer = load_tokenizer(args.tokenizer)
+        data, warmups = conversations(args, tokenizer), conversations(_for_warmth(args), tokenizer)
         times = arrival_times(len(data), args.request_rate, args.burstiness, np.random.default_rng(args.seed))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        result, run = run_loop(_benchmark(args, settings, data, times))
+        result, run = run_loop(_benchmark(args, settings, data, warmups, times))
     except BenchFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -67,7 +69,11 @@ def run_loop(work: Any) -> Any:
 
 
 async def _benchmark(
-    args: argparse.Namespace, settings: dict[str, Any], data: list[Conversation], times: list[float]
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    data: list[Conversation],
+    warmups: list[Conversation],
+    times: list[float],
 ) -> tuple[dict[str, Any], Run]:
     async with connect() as session:
         target = await _target(args, settings, session)
@@ -75,9 +81,8 @@ async def _benchmark(
         async def ask(prompt: Any, max_tokens: int) -> Outcome:
             return await send(session, target, prompt, max_tokens)
 
-        await _check(args, ask, data[0])
-        if args.num_warmups:
-            warmups = [data[i % len(data)][:1] for i in range(args.num_warmups)]
+        await _check(args, ask, warmups[0])
+        if warmups := warmups[1:]:
             await run_load(warmups, ask, [0.0] * len(warmups), chat=target.chat, max_concurrency=args.max_concurrency)
         progress = Progress(sum(map(len, data)), shown=not args.disable_tqdm and sys.stderr.isatty())
         run = await run_load(
@@ -92,6 +97,11 @@ async def _benchmark(
         goodput=settings["goodput"],
     )
     return _describe(args, target) | figures | run.strain.figures() | {"client_warnings": run.strain.warnings()}, run
+
+
+def _for_warmth(args: argparse.Namespace) -> argparse.Namespace:
+    """Flags of what is asked before: other prompts where they are made, or the server would have them cached."""
+    return argparse.Namespace(**vars(args) | {"seed": args.seed + WARMUP_SEED, "num_prompts": 1 + args.num_warmups})
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
