@@ -35,6 +35,8 @@ def local_serve(config: AppConfig) -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="cvb-")  # short: Ray puts sockets below it
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else a token is written into the home directory
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs its workers at 15: whatever else the machine does would slow them alone, and not the engine's process.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     port = _free_port()
     ray.init(
         address="local",
