@@ -212,6 +212,29 @@ def test_a_client_without_time_to_spare_is_told_of() -> None:
     assert "event loop ran up to" in warnings and "later than planned" in warnings
 
 
+def test_peers_take_turns_without_serve(
+    server: StreamingServer, tmp_path: Path, smol_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--split",
+        "--model",
+        str(smol_path),
+        "--layers",
+        "",
+        "--compare-url",
+        f"a={server.url}",
+        f"b={server.url}/",
+    ]
+    sizes = ["--concurrency", "2", "--reps", "2", "--random-input-len", "5", "--random-output-len", "3"]
+    assert command([*flags, *sizes, "--save-result", "--result-dir", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "split.json").read_text())["rows"]
+    assert [(row["layer"], len(row["turns"]), row["of_engine"]) for row in rows] == [("a", 2, None), ("b", 2, None)]
+    assert [len(body["prompt"]) for body in server.bodies] == [5] * (2 * 2 + 2 * 2 * 4)
+    assert "| 2 | a |" in capsys.readouterr().out
+    assert command([*flags[:5], "--compare-url", "http=http://x"]) == 2
+    assert "that of a layer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [(["--help"], "--request-rate"), (["--split", "--help"], "--compare-url"), (["routing", "--help"], "--policies")],
