@@ -18,6 +18,7 @@ RAY_FILES = (
     "tests/conformance/*",
     "tests/cases/test_http_cases.py",
     "tests/rayapp/test_batch.py",
+    "tests/rayapp/test_bench_layers.py",
     "tests/rayapp/test_cluster.py",
     "tests/rayapp/test_instruments.py",
     "tests/rayapp/test_replica_loss.py",
