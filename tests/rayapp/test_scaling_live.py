@@ -14,6 +14,8 @@ import httpx
 import pytest
 from ray import serve
 
+from rayapp.client import Client
+from rayapp.failures import DeadlineExceeded
 from tests.conftest import wait_limit
 from tests.rayapp.conftest import App, tiny_model
 from tests.rayapp.mixed import Ask, mixed
@@ -118,6 +120,8 @@ def test_a_model_at_zero_is_there_for_who_asks(elastic: App) -> None:
         late = pool.submit(httpx.post, url, json=body | {"timeout": 0.3}, timeout=wait_limit(30))
         with pytest.raises(httpx.TimeoutException):
             httpx.post(url, json=body, timeout=0.2)
+        with pytest.raises(DeadlineExceeded):
+            Client(elastic.name).generate_ids("tiny", [1, 2], timeout_s=0.2)
         held = [pool.submit(ask.run, elastic) for ask in asks]
         answer = late.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
