@@ -84,18 +84,19 @@ class EngineActor:
         """
         subscription = self._subscription(request["subscriber"])
         followed = subscription.follow(request["request_id"], len(request.get("output_ids", ())))
-        submitted = False
+        submitted = ended = False
         self._streams += 1
         try:
             self._submit(request, followed.put)
             submitted = True
             output = await followed.ended
+            ended = True
             return output.tokens_since(followed.first), finish_reason(output) or "error", self._info(output)
         finally:
             self._streams -= 1
             self._served += submitted
             subscription.leave(followed)
-            if submitted and not followed.ended.done():
+            if submitted and not ended:  # cancelled, and the future with this call: it says nothing of the request
                 self._engine.cancel_request(followed.request_id)
 
     async def poll(self, subscriber: str, reopened: bool = False) -> list[Row]:
