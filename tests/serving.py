@@ -6,6 +6,7 @@ Each server has a port and a Ray folder of its own, and is started and ended by 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -54,6 +55,13 @@ def model_args(name: str, source: Path, **fields: Any) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": 5,
         "engine": {"page_size": 16, "num_blocks": 1024, "max_batch_tokens": 256},
     } | fields
+
+
+def dashboard_url(server: ServeRun) -> str:
+    """Where `serve` and `ray job` commands reach a server's Ray."""
+    found = re.search(r"http://127\.0\.0\.1:\d+(?=\s|\x1b)", server.log.read_text())
+    assert found is not None
+    return found.group()
 
 
 class ServeRun:

@@ -23,7 +23,10 @@ RAY_FILES = (
     "tests/rayapp/test_instruments.py",
     "tests/rayapp/test_replica_loss.py",
     "tests/rayapp/test_routing_live.py",
+    "tests/rayapp/test_scaling_live.py",
     "tests/rayapp/test_serve_app.py",
+    "tests/rayapp/test_several_models.py",
+    "tests/rayapp/test_soak.py",
     "tests/rayapp/test_tensor_parallel_serving.py",
     "tests/rayapp/test_user_config.py",
 )
