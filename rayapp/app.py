@@ -18,9 +18,6 @@ from rayapp.prefix_router import PrefixAffinityRouter
 from rayapp.replica import EngineReplica
 from rayapp.router import Router
 
-# How much longer a Router that stops is given than the engines: it still tells the clients of those that were cut off.
-ROUTER_GRACE_S = 3.0
-
 
 def build(args: AppConfig | dict[str, Any]) -> serve.Application:
     """The application: one Router in front of one EngineReplica deployment per model.
@@ -35,14 +32,17 @@ def build(args: AppConfig | dict[str, Any]) -> serve.Application:
     config = AppConfig.model_validate(args)
     models = [model.model_copy(update={"device": resolve_device(model)}) for model in config.models]
     engines = {model.name: engine_application(model, config.router) for model in models}
+    routers: dict[str, Any] = {"num_replicas": config.router.num_replicas}
+    if config.router.autoscaling is not None:
+        routers = {"autoscaling_config": config.router.autoscaling.for_serve()}
     router = serve.deployment(
         name="Router",
-        num_replicas=config.router.num_replicas,
+        **routers,
         max_ongoing_requests=config.router.max_ongoing_requests,
         ray_actor_options={"num_cpus": config.router.num_cpus},
         user_config=config.requests.model_dump(mode="json"),
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=ROUTER_GRACE_S + max(model.graceful_shutdown_timeout_s for model in models),
+        graceful_shutdown_timeout_s=config.router.grace_s(models),
     )(serve.ingress()(Router))
     return router.bind(models, engines, config.api, config.router)
 

@@ -6,6 +6,7 @@ prompt. Loads no torch. For use outside an event loop; inside one, take the hand
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ from ray.exceptions import RayTaskError
 
 from rayapp.api.errors import ApiError
 from rayapp.config import deployment_name
-from rayapp.failures import EngineUnavailable, GenerationError
-from rayapp.link import Item, failure_of, raise_if_failed, wire_request
+from rayapp.failures import DeadlineExceeded, EngineUnavailable, GenerationError
+from rayapp.link import DEADLINE_GRACE_S, Item, failure_of, raise_if_failed, wire_request
 from rayapp.migration import MAX_MIGRATIONS, Resumption
 from rayapp.prefix_router import prefix_hint
 
@@ -98,11 +99,13 @@ class Client:
 
     def _attempt(self, model: str, request: dict[str, Any], hint: list[int]) -> Iterator[Item]:
         """What one replica yields for a request. Raises GenerationError."""
+        call: Any = self._engine(model).remote(request, route_hint=hint)
         try:
-            for item in self._engine(model).remote(request, route_hint=hint):
-                if item[1] is not None:
-                    raise_if_failed(item)
-                yield item
+            with _ended_in_time(call, request["timeout_s"]):
+                for item in call:
+                    if item[1] is not None:
+                        raise_if_failed(item)
+                    yield item
         except GenerationError:
             raise
         except Exception as error:
@@ -117,6 +120,31 @@ class Client:
 
 def _body(text: str | Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": text, **fields} if isinstance(text, str) else {"messages": [dict(one) for one in text], **fields}
+
+
+@contextmanager
+def _ended_in_time(call: Any, timeout_s: float | None) -> Iterator[None]:
+    """Cancels a call that no engine ends in time: it may wait for a replica.
+
+    Raises:
+        DeadlineExceeded: that was done.
+    """
+    if timeout_s is None:
+        yield
+        return
+    timer = threading.Timer(timeout_s + DEADLINE_GRACE_S, call.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except GenerationError:
+        raise
+    except Exception as error:
+        if call.cancelled():
+            raise DeadlineExceeded(f"the request did not end within its {timeout_s:g} s") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 @contextmanager

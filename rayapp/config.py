@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -26,6 +27,9 @@ METRICS_INTERVAL_S = 10.0  # how often Serve's replicas report their load; must 
 # Of the requests that an engine runs at once, how many each replica of an autoscaling model should have.
 TARGET_SHARE = 0.75
 STEPS_WAITING = 16  # full steps of prompts that may wait there: some seconds
+# How much longer a Router that stops is given than the engines: it still tells the clients of those that were cut off.
+ROUTER_GRACE_S = 3.0
+SCALING_GRACE_S = 600.0
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
 # Of the host's free memory, shared by the replicas that run on it: unlike a GPU, a host has other tenants.
@@ -77,10 +81,8 @@ class AutoscalingSettings(StrictModel):
 
     def for_serve(self, model: ModelConfig) -> dict[str, Any]:
         """The `autoscaling_config` of the model's deployment."""
-        fields = {key: value for key, value in self.model_dump(exclude=set(_TARGETS)).items() if value is not None}
-        if self.look_back_period_s <= METRICS_INTERVAL_S:
-            fields["metrics_interval_s"] = self.look_back_period_s / 4
-        return {"policy": {"policy_function": ScalingPolicy, "policy_kwargs": self._policy_targets(model)}} | fields
+        policy = {"policy_function": ScalingPolicy, "policy_kwargs": self._policy_targets(model)}
+        return {"policy": policy} | _autoscaling_config(self.model_dump(exclude=set(_TARGETS)))
 
     def _policy_targets(self, model: ModelConfig) -> dict[str, Any]:
         ongoing = self.target_ongoing_requests
@@ -92,6 +94,14 @@ class AutoscalingSettings(StrictModel):
             "waiting_prefill_tokens": STEPS_WAITING * model.step_tokens() if waiting is None else waiting,
             "kv_usage": self.target_kv_usage,
         }
+
+
+def _autoscaling_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """As Serve takes it, without what is left to Serve: its replicas must report within the time averaged over."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    if given["look_back_period_s"] <= METRICS_INTERVAL_S:
+        given["metrics_interval_s"] = given["look_back_period_s"] / 4
+    return given
 
 
 _TARGETS = ("target_ongoing_requests", "target_kv_usage", "target_waiting_prefill_tokens", "target_tokens_in_flight")
@@ -164,8 +174,7 @@ class ModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _one_number_of_replicas(self) -> ModelConfig:
-        if self.autoscaling is not None and "num_replicas" in self.model_fields_set:
-            raise ValueError("num_replicas and autoscaling exclude each other; give one of them")
+        _refuse_two_numbers(self)
         return self
 
     @model_validator(mode="after")
@@ -176,6 +185,11 @@ class ModelConfig(StrictModel):
                 f"tensor_parallel_size: {ranks} needs as many GPUs, but num_gpus is {self.num_gpus:g}; leave it out"
             )
         return self
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether it may have no replica at all while nobody asks for it."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
     @property
     def deployment(self) -> str:
@@ -235,12 +249,44 @@ class ModelConfig(StrictModel):
         }
 
 
+class RouterAutoscaling(StrictModel):
+    """How many Routers there are, by the requests that they hold.
+
+    Attributes:
+        min_replicas: at least one: it is what holds the requests of models that are scaled to zero.
+        max_replicas: at most.
+        target_ongoing_requests: per Router.
+        upscale_delay_s, downscale_delay_s, look_back_period_s: as for a model.
+    """
+
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(ge=1)
+    target_ongoing_requests: float = Field(default=200.0, gt=0)
+    upscale_delay_s: float = Field(default=10.0, ge=0)
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+    look_back_period_s: float = Field(default=30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RouterAutoscaling:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas ({self.min_replicas}) is above max_replicas ({self.max_replicas})")
+        return self
+
+    def for_serve(self) -> dict[str, Any]:
+        """The `autoscaling_config` of the deployment."""
+        return _autoscaling_config(self.model_dump())
+
+
 class RouterConfig(StrictModel):
     """The Router deployment and how requests are spread over replicas.
 
     Attributes:
         num_replicas, num_cpus: of the Router; it is stateless and computes nothing.
+        autoscaling: a number of Routers that follows the load, instead of num_replicas.
         max_ongoing_requests: requests one Router process holds.
+        graceful_shutdown_timeout_s: seconds that the requests of a Router which leaves are given to end; None means a
+            little longer than the engines', which tell it of their end, and at least SCALING_GRACE_S where Routers come
+            and go with the load, as a stream cannot leave its Router.
         min_cap, load_factor: a replica is passed over for affinity while it would have more to compute than min_cap
             usual requests and load_factor times the mean, by more than what it has cached saves.
         memory_entries: prefixes each process remembers the replicas of, at about 250 bytes.
@@ -250,14 +296,33 @@ class RouterConfig(StrictModel):
     """
 
     num_replicas: int = Field(default=1, ge=1)
+    autoscaling: RouterAutoscaling | None = None
     num_cpus: float = Field(default=0.2, ge=0)
     max_ongoing_requests: int = Field(default=1000, ge=1)
+    graceful_shutdown_timeout_s: float | None = Field(default=None, ge=0)
     min_cap: int = Field(default=3, ge=1)
     load_factor: float = Field(default=1.75, ge=1.0)
     memory_entries: int = Field(default=65536, ge=1)
     digest_period_s: float = Field(default=2.0, gt=0)
     max_migrations: int = Field(default=3, ge=0)
     migration_timeout_s: float = Field(default=120.0, gt=0)
+
+    @model_validator(mode="after")
+    def _one_number_of_replicas(self) -> RouterConfig:
+        _refuse_two_numbers(self)
+        return self
+
+    def grace_s(self, models: Sequence[ModelConfig]) -> float:
+        """`graceful_shutdown_timeout_s` of the deployment in front of these models."""
+        if self.graceful_shutdown_timeout_s is not None:
+            return self.graceful_shutdown_timeout_s
+        behind_engines = ROUTER_GRACE_S + max(model.graceful_shutdown_timeout_s for model in models)
+        return behind_engines if self.autoscaling is None else max(SCALING_GRACE_S, behind_engines)
+
+
+def _refuse_two_numbers(config: ModelConfig | RouterConfig) -> None:
+    if config.autoscaling is not None and "num_replicas" in config.model_fields_set:
+        raise ValueError("num_replicas and autoscaling exclude each other; give one of them")
 
 
 class AppConfig(StrictModel):

@@ -126,10 +126,31 @@ class Link:
                 call.cancel()
             raise
 
+    @property
+    def num_held(self) -> int:
+        """Requests of this process that no replica has taken in: there is none, or none has room."""
+        return self._subscriber.num_unplaced
+
     def is_gone(self) -> bool:
         """Whether the deployment was deleted or failed for good: calls that wait for a replica would do so for ever."""
-        router: Any = getattr(self._handle, "_router", None)  # None before the first call
-        return router is not None and not router._asyncio_router._deployment_available
+        router = self._router()
+        return router is not None and not router._deployment_available
+
+    def open(self) -> dict[str, int]:
+        """What this process holds for requests on their way; all of it is 0 a little while after the last one."""
+        router = self._router()
+        request_router = router and router._request_router
+        return {
+            "requests": self._subscriber.num_requests,
+            "calls": len(self._held),
+            "subscriptions": self._subscriber.num_feeds,
+            "routed": request_router.num_outstanding if request_router else 0,
+        }
+
+    def _router(self) -> Any:
+        """Serve's router of this handle; None before the first call."""
+        router: Any = getattr(self._handle, "_router", None)
+        return router and router._asyncio_router
 
     async def health(self, timeout_s: float) -> list[dict[str, Any]]:
         """`EngineReplica.health` of every running replica that answers in time; empty when none does."""

@@ -696,6 +696,11 @@ class PrefixAffinityRouter(RequestRouter):
             if not costs:
                 del self._costs[key]
 
+    @property
+    def num_outstanding(self) -> int:
+        """Calls of this process that were sent and have not ended."""
+        return sum(len(costs) for costs in self._costs.values())
+
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         self._fleet.heard(replica_id.unique_id, num_ongoing_requests, self._traffic.usual, time.monotonic())

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 0.8
 ANNOUNCE_POLL_S = 0.5
+READY, ASLEEP, STARTING, UNAVAILABLE = "ready", "asleep", "starting", "unavailable"  # what a model can be
 # Names that model families use for the number of positions they know, in the order they are looked for.
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length")
 UNKNOWN_CONTEXT = 2**20  # tokens; the engine then refuses what its cache cannot hold
@@ -79,6 +80,7 @@ class Router:
         self._settings_error: str | None = None
         self._configured = False
         self._api = api
+        self._on_demand = {model.name for model in models if model.on_demand}
         self._links = {name: Link(handle) for name, handle in engines.items()}
         self._sources = {
             name: Migrating(link, settings.max_migrations, settings.migration_timeout_s, link.is_gone)
@@ -125,11 +127,15 @@ class Router:
             raise as_api_error(error) from error
 
     async def health(self) -> tuple[bool, dict[str, Any]]:
-        """Every model has a replica whose engine works; per model, its replicas and their requests."""
+        """Whether every model can be asked; per model its state, its replicas and their requests."""
         reports = await asyncio.gather(*(link.health(HEALTH_TIMEOUT_S) for link in self._links.values()))
-        detail = {name: _summary(report) for name, report in zip(self._links, reports, strict=True)}
+        detail = {}
+        for (name, link), report in zip(self._links.items(), reports, strict=True):
+            on_demand = name in self._on_demand and not link.is_gone()
+            detail[name] = summary(report, held=link.num_held, on_demand=on_demand)
         wrong = {"settings_error": self._settings_error} if self._settings_error else {}
-        return all(summary["replicas"] for summary in detail.values()), {"models": detail, **wrong}
+        ok = all(one["state"] != UNAVAILABLE for one in detail.values())
+        return ok, {"models": detail, **wrong}
 
     async def metrics(self) -> bytes | None:
         """See `rayapp.api.service.Service.metrics`."""
@@ -169,15 +175,16 @@ class Router:
                     yield chunk.text
 
     async def facts(self) -> dict[str, Any]:
-        """The process this replica runs in, for operators and tests."""
+        """The process this replica runs in and what it holds, for operators and tests."""
         return {
             "pid": os.getpid(),
             "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "torch_loaded": "torch" in sys.modules,
+            "open": {name: link.open() for name, link in self._links.items()},
         }
 
     async def _announce(self) -> None:
-        """Says where to connect, once every model can be served."""
+        """Says where to connect, once every model can be asked."""
         try:
             while not (await self.health())[0]:
                 await asyncio.sleep(ANNOUNCE_POLL_S)
@@ -246,14 +253,33 @@ def as_api_error(error: GenerationError) -> ApiError:
     return ApiError(500, error.message, code="generation_failed")
 
 
-def _summary(report: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts over the replicas of one model that answered; `errors` says why others cannot serve."""
+def summary(report: list[dict[str, Any]], *, held: int, on_demand: bool) -> dict[str, Any]:
+    """What /health says of one model.
+
+    Args:
+        report: `EngineReplica.health` of the replicas that answered.
+        held: requests of this Router that no replica has taken in.
+        on_demand: whether a replica is started for the next request, should there be none.
+
+    Returns:
+        state: "ready"; "asleep" or "starting" where there is no replica because nobody asked, or until the one that is
+        started for those who do has loaded; else "unavailable". `replicas`, `running` and `waiting` count those whose
+        engine works, `errors` says why others cannot serve.
+    """
     good = [one for one in report if one["error"] is None]
+    errors = [one["error"] for one in report if one["error"] is not None]
+    state = UNAVAILABLE
+    if good:
+        state = READY
+    elif on_demand and not errors:
+        state = STARTING if held else ASLEEP
     return {
+        "state": state,
         "replicas": len(good),
         "running": sum(one["running"] for one in good),
         "waiting": sum(one["waiting"] for one in good),
-        "errors": [one["error"] for one in report if one["error"] is not None],
+        "held": held,
+        "errors": errors,
     }
 
 

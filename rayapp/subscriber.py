@@ -96,6 +96,16 @@ class Subscriber:
         """Engine actors that are being asked."""
         return len(self._feeds)
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that are read here."""
+        return len(self._inboxes)
+
+    @property
+    def num_unplaced(self) -> int:
+        """Requests that no replica has accepted yet."""
+        return sum(inbox.replica is None for inbox in self._inboxes.values())
+
     def open(self, request_id: str) -> Inbox:
         """Where the tokens of a request will be; to be closed by `close`."""
         self._inboxes[request_id] = inbox = Inbox()

@@ -6,6 +6,7 @@ Each server has a port and a Ray folder of its own, and is started and ended by 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -56,6 +57,13 @@ def model_args(name: str, source: Path, **fields: Any) -> dict[str, Any]:
     } | fields
 
 
+def dashboard_url(server: ServeRun) -> str:
+    """Where `serve` and `ray job` commands reach a server's Ray."""
+    found = re.search(r"http://127\.0\.0\.1:\d+(?=\s|\x1b)", server.log.read_text())
+    assert found is not None
+    return found.group()
+
+
 class ServeRun:
     """`serve run` of the shipped configuration with other models; a context manager that waits until all can serve.
 
@@ -83,6 +91,7 @@ class ServeRun:
         self.env = os.environ | {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
             "RAY_TMPDIR": str(self.folder),
             "PYTHONPATH": str(ROOT),
             "PATH": f"{BIN}:{os.environ['PATH']}",

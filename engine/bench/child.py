@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from engine.bench.engines import make_engine
@@ -22,12 +23,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
+    work_for_parent(lambda spec: make_engine(spec["engine"], spec["model"], spec["dtype"], spec["config"]), _do)
+
+
+def work_for_parent(make: Callable[[dict[str, Any]], Any], do: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """The life of a child: makes its engine, which has a `version`, then does one order after another until its parent
+    is gone."""
     _die_with_parent()
     answers = _private_stdout()
     try:
-        spec = json.loads(sys.argv[1])
         start = time.perf_counter()
-        engine = make_engine(spec["engine"], spec["model"], spec["dtype"], spec["config"])
+        engine = make(json.loads(sys.argv[1]))
         ready = {"ready": True, "load_s": time.perf_counter() - start, "version": engine.version}
     except BaseException:
         _answer(answers, {"error": traceback.format_exc()})
@@ -35,7 +41,7 @@ def main() -> None:
     _answer(answers, ready)
     for line in sys.stdin:
         try:
-            _answer(answers, _do(engine, json.loads(line)))
+            _answer(answers, do(engine, json.loads(line)))
         except Exception:
             _answer(answers, {"error": traceback.format_exc()})
     os._exit(0)  # an engine's threads may not be daemons; its processes are in our group, which the parent ends

@@ -114,6 +114,14 @@ class Worker:
         """One request, its tokens stamped as they come. Raises BenchError as `run`."""
         return self._turn([work], stream=True)
 
+    def ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a child of another kind to an order of its own, as it is. Raises BenchError."""
+        self._signal(signal.SIGCONT)
+        self._send(order)
+        answer = self._receive()
+        self._stop()
+        return answer
+
     def close(self) -> None:
         """Ends the process and whatever it started."""
         self._signal(signal.SIGCONT)

@@ -20,11 +20,13 @@ DONE = b"data: [DONE]\n\n"
 
 # Legal inside JSON, but line ends to many clients' line splitters.
 _LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one for every event
 
 
 def to_json(value: Any) -> str:
     """One line of JSON, text readable as it is."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+    text = _encode(value)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 def json_response(value: Any, status: int = 200) -> Response:

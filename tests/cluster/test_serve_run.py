@@ -11,16 +11,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.conftest import wait_limit
-from tests.serving import BIN, ROOT, ServeRun, wait_until
+from tests.models import CHAIN_NEWLINES, CHAIN_THERE, COUNT, COUNT_IDS, ref
+from tests.serving import BIN, ROOT, ServeRun, dashboard_url, wait_until
 
 STOP_LIMIT_S = 20
+CHAIN_ANSWER = [11527, CHAIN_NEWLINES, 198, 253, 216, 28]  # to CHAIN_THERE, by the fixture `served`
 OPENING = "You are a patient assistant who answers in few words and never repeats the question. " * 12
 
 
@@ -101,6 +105,31 @@ def test_openai_client_checks_every_answer_strictly(server: ServeRun) -> None:
         assert [choice.index for choice in many.choices] == list(range(6))
 
 
+def test_three_models_answer_side_by_side(
+    server: ServeRun, tiny_http: PreTrainedModel, smol_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Each with its own tokens, twelve requests at once; a fourth model is nobody's."""
+    tiny_text = smol_tokenizer.decode(ref(tiny_http, smol_tokenizer(COUNT)["input_ids"], 16))
+    cases: list[tuple[str, str | list[int], str]] = [
+        ("smol", COUNT, smol_tokenizer.decode(COUNT_IDS)),
+        ("tiny", COUNT, tiny_text),
+        ("chain", [CHAIN_THERE], smol_tokenizer.decode(CHAIN_ANSWER)),
+    ]
+
+    def ask(case: tuple[str, str | list[int], str]) -> str:
+        body = {"model": case[0], "prompt": case[1], "max_tokens": 16, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=wait_limit(60)).raise_for_status()
+        return str(answer.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(12) as pool:
+        texts = list(pool.map(ask, cases * 4))
+    assert [text.rstrip("\ufffd") for text in texts] == [text.rstrip("\ufffd") for *_, text in cases * 4]
+    body = {"model": "fourth", "prompt": "x"}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 404
+    health = httpx.get(f"{server.url}/health").json()["models"]
+    assert {name: one["state"] for name, one in health.items()} == dict.fromkeys(("smol", "tiny", "chain"), "ready")
+
+
 def test_O40_turns_reach_one_replica_from_http_another_process_and_a_job(server: ServeRun, other: OtherProcess) -> None:
     """Two conversations at home on different replicas: turn 1 by HTTP, turn 2 by a process, turn 3 by a job."""
     homes: dict[str, str] = {}
@@ -147,10 +176,8 @@ def _used(before: dict[str, int], after: dict[str, int]) -> str:
 
 def _submit(server: ServeRun, arguments: list[str]) -> list[dict[str, Any]]:
     """What cluster/jobs/generate.py printed as a job."""
-    dashboard = re.search(r"http://127\.0\.0\.1:\d+(?=\s|\x1b)", server.log.read_text())
-    assert dashboard is not None
     script = [sys.executable, str(ROOT / "cluster/jobs/generate.py"), "--model", "tiny", "--max-tokens", "4"]
-    command = [str(BIN / "ray"), "job", "submit", "--address", dashboard.group(), "--", *script, *arguments]
+    command = [str(BIN / "ray"), "job", "submit", "--address", dashboard_url(server), "--", *script, *arguments]
     done = subprocess.run(command, env=server.env, cwd=ROOT, capture_output=True, text=True, timeout=wait_limit(120))
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

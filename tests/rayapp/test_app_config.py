@@ -16,7 +16,7 @@ import rayapp.app
 import rayapp.cluster
 from rayapp.app import build, engine_application, resolve_device
 from rayapp.autoscaling import ScalingPolicy
-from rayapp.config import AppConfig, ModelConfig, RouterConfig, deployment_name
+from rayapp.config import ROUTER_GRACE_S, SCALING_GRACE_S, AppConfig, ModelConfig, RouterConfig, deployment_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +50,9 @@ def model(**fields: Any) -> ModelConfig:
         ({"models": [{"name": "a/b"}, {"name": "a-b"}]}, "both need the deployment 'EngineReplica-a-b'"),
         ({"models": [{"name": "m"}], "router": {"load_facto": 2}}, "did you mean 'load_factor'"),
         ({"models": [{"name": "m"}], "router": {"load_factor": 0.5}}, "load_factor"),
+        ({"models": [{"name": "m"}], "router": {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}}, "equal to 1"),
+        ({"models": [{"name": "m"}], "router": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}, "above max"),
+        ({"models": [{"name": "m"}], "router": {"num_replicas": 2, "autoscaling": {"max_replicas": 2}}}, "exclude"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(args: dict[str, Any], words: str) -> None:
@@ -88,6 +91,27 @@ def test_ranks_on_cpu_share_its_threads_and_memory(monkeypatch: pytest.MonkeyPat
 def test_ongoing_requests_are_what_the_engine_can_run_and_a_few_more() -> None:
     assert model(device="cpu", engine={"max_requests_per_batch": 8}).ongoing_limit() == 10
     assert model(max_ongoing_requests=3).ongoing_limit() == 3
+
+
+def router_deployment(**router: Any) -> Any:
+    models = [{"name": "m", "device": "cpu", "graceful_shutdown_timeout_s": 5}]
+    return build({"models": models, "router": router})._bound_deployment._deployment_config
+
+
+def test_the_number_of_routers_is_fixed_or_follows_the_load() -> None:
+    fixed = router_deployment(num_replicas=2)
+    assert (fixed.num_replicas, fixed.autoscaling_config) == (2, None)
+    scaled = router_deployment(autoscaling={"max_replicas": 4, "target_ongoing_requests": 50, "look_back_period_s": 4})
+    config = scaled.autoscaling_config
+    assert (config.min_replicas, config.max_replicas, config.target_ongoing_requests) == (1, 4, 50)
+    assert config.metrics_interval_s < config.look_back_period_s == 4
+
+
+def test_a_router_outlives_its_engines_and_one_that_comes_and_goes_its_streams() -> None:
+    assert router_deployment().graceful_shutdown_timeout_s == 5 + ROUTER_GRACE_S
+    assert router_deployment(autoscaling={"max_replicas": 2}).graceful_shutdown_timeout_s == SCALING_GRACE_S
+    own = router_deployment(autoscaling={"max_replicas": 2}, graceful_shutdown_timeout_s=7)
+    assert own.graceful_shutdown_timeout_s == 7
 
 
 def test_autoscaling_aims_at_a_share_of_what_an_engine_runs() -> None:

@@ -269,6 +269,8 @@ def test_a_held_call_that_is_cancelled_or_whose_reader_died_is_aborted(
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left
+        await until_idle(actor)
+        assert (await actor.stats())["steps"] < 1000  # of 4000
         _, reason, _ = await attend("dead")
         assert reason == "cancelled"
         refused = wire_request(PROMPT, {"top_p": 7.0, "do_sample": True}) | {"subscriber": "alive"}

@@ -128,8 +128,11 @@ def test_O39_hanging_up_while_a_generation_moves(pair: App) -> None:
 
 
 def disturbed(app: App, asks: list[Ask], seed: int, kills: int) -> list[Answer]:
-    """The answers to all asks at once while engines and replicas are killed at random moments."""
+    """The answers to all asks at once while engines and replicas are killed at random moments: at least one of each,
+    and in the middle of something."""
     rng = random.Random(seed)
+    killed: dict[str, str] = {}
+    struck = 0
     kinds = ["replica", "engine"] if rng.random() < 0.5 else ["engine", "replica"]
     with ThreadPoolExecutor(len(asks)) as pool:
         running = [pool.submit(ask.run, app) for ask in asks]
@@ -137,10 +140,17 @@ def disturbed(app: App, asks: list[Ask], seed: int, kills: int) -> list[Answer]:
             due = len(asks) * (number + rng.random()) / (kills + 1)
             while sum(one.done() for one in running) < due:
                 time.sleep(0.02)
-            victims = wait_until(lambda: sorted(replicas(app)), 120, every=0.2)
-            kill(app, what := kinds[number % 2], rng.choice(victims))
-            print(f"{what} killed after {sum(one.done() for one in running)} of {len(asks)} answers")
-        return [one.result(wait_limit(240)) for one in running]
+            victim = rng.choice(wait_until(lambda: sorted(replicas(app)), 120, every=0.2))
+            streams = app.health()[victim]["streams"]
+            kill(app, what := kinds[number % 2], victim)
+            killed[victim] = what
+            struck += streams
+            print(f"{what} killed in {streams} requests, after {sum(one.done() for one in running)} of {len(asks)}")
+        answers = [one.result(wait_limit(240)) for one in running]
+    assert set(killed.values()) == {"replica", "engine"}
+    assert not killed.keys() & replicas(app)
+    assert struck
+    return answers
 
 
 def unequal(asks: list[Ask], answers: list[Answer], expected: list[Answer]) -> list[tuple[Ask, Answer, Answer]]:

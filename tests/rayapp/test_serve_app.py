@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
+import psutil
 import pytest
 import ray
 from ray import serve
@@ -340,6 +344,45 @@ def test_O39_clients_that_hang_up(tiny_app: App, web: openai.OpenAI) -> None:
     with ThreadPoolExecutor(80) as pool:  # every place of both replicas is free again
         answers = list(pool.map(lambda i: Client(tiny_app.name).generate(f"{i}", max_tokens=2), range(80)))
     assert len(answers) == 80
+
+
+@contextmanager
+def slow_reader(app: App, **body: Any) -> Iterator[HTTPResponse]:
+    """A streamed completion whose answer nobody has read beyond its first bytes, on a connection with little room."""
+    url = urlsplit(f"{app.url}/v1/completions")
+    data = json.dumps({"model": "tiny", "stream": True, **body})
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(wait_limit(60))
+        connection.connect((url.hostname, url.port))
+        head = f"POST {url.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall((head + data).encode())
+        response = HTTPResponse(connection)
+        response.begin()
+        assert response.status == 200
+        yield response
+
+
+def test_a_reader_that_stops_holds_no_place_and_finds_its_answer_when_it_goes_on(
+    tiny_app: App, web: openai.OpenAI
+) -> None:
+    """Its tokens are generated as for any other; what was not read waits in the proxy, as text."""
+    ask: dict[str, Any] = {"prompt": "slow", "n": 2, "max_tokens": 300, "temperature": 1, "seed": 3}
+    expected = [choice.text for choice in web.completions.create(model="tiny", **ask).choices]
+    router = psutil.Process(serve.get_app_handle(tiny_app.name).facts.remote().result()["pid"])
+    before = router.memory_info().rss
+    with slow_reader(tiny_app, **ask) as reader, slow_reader(tiny_app, **ask) as never:
+        wait_until(lambda: idle(tiny_app), 60)
+        assert [choice.text for choice in web.completions.create(model="tiny", **ask).choices] == expected
+        assert router.memory_info().rss - before < 50 * 2**20
+        never.close()
+        *events, last = [line.removeprefix("data: ") for line in reader.read().decode().split("\n\n") if line]
+    texts = [""] * 2
+    assert last == "[DONE]"
+    for data in events:
+        for choice in json.loads(data)["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == expected
 
 
 def test_leaving_a_python_stream_ends_the_request(tiny_app: App, client: Client) -> None:
