@@ -110,17 +110,6 @@ class EditsBuilder:
     def add(self, row: int, request: Request) -> None:
         """Collect the edits of a request's row; its `token_ids` must all be known."""
         params = request.params
-        forced = _forced_ids(request)
-        if forced:
-            self._forced.append((row, torch.tensor(forced)))
-        else:
-            if params.edits_logits:
-                self._change(row, request)
-            if request.num_output_tokens < params.min_new_tokens:
-                self._ban(row, params.ending_ids)
-        self._ban(row, params.suppress_tokens)
-        if request.num_output_tokens == _begin(request):
-            self._ban(row, params.begin_suppress_tokens)
         mask = None
         if params.constraint is not None:
             try:
@@ -130,6 +119,17 @@ class EditsBuilder:
             except BaseException as error:  # the constraint is the caller's code: only its own request may suffer
                 self.errors[row] = f"the constraint failed: {type(error).__name__}: {error}"
                 return
+        forced = _forced_ids(request)
+        if forced:
+            self._forced.append((row, torch.tensor(forced)))
+        else:
+            if params.edits_logits:
+                self._change(row, request)
+            if request.num_output_tokens < params.min_new_tokens and not _allows_only(mask, params.ending_ids):
+                self._ban(row, params.ending_ids)
+        self._ban(row, params.suppress_tokens)
+        if request.num_output_tokens == _begin(request):
+            self._ban(row, params.begin_suppress_tokens)
         self._restrict(row, _history(request).allowed if params.allowed_token_ids is not None else None, mask)
 
     def build(self) -> LogitEdits | None:
@@ -234,6 +234,11 @@ def _forced_ids(request: Request) -> tuple[int, ...]:
 def _begin(request: Request) -> int:
     """Where `begin_suppress_tokens` applies: at the first token that is not forced."""
     return int(request.num_prompt_tokens == 1 and request.params.forced_bos_token_id is not None)
+
+
+def _allows_only(mask: npt.NDArray[np.bool_] | None, ids: tuple[int, ...]) -> bool:
+    """Whether the constraint is at its end: nothing but some of these tokens may come."""
+    return mask is not None and np.count_nonzero(mask) == sum(bool(mask[i]) for i in set(ids) if i < len(mask))
 
 
 def _add(flat: torch.Tensor, sparse: Sparse) -> None:

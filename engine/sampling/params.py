@@ -19,7 +19,8 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: limit of generated tokens, at least 1. The manager caps it to the context length.
-        min_new_tokens: until so many tokens were generated no EOS or stop token can be chosen.
+        min_new_tokens: until so many tokens were generated no EOS or stop token can be chosen, unless the constraint
+            lets nothing else come.
         do_sample: False takes the most likely token; the four fields below are then unused.
         temperature: divides the logits, > 0.
         top_k: keep the k most likely tokens; 0 keeps all.
