@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import queue
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -28,6 +29,8 @@ from rayapp.subscription import Pace, Row, Subscription, finish_reason
 if TYPE_CHECKING:
     from engine.manager import ContinuousBatchingManager
     from engine.outputs import GenerationOutput
+    from engine.sampling.constraint import TokenConstraint
+    from rayapp.structured import Compiler
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ class EngineActor:
         self._streams = 0
         self._served = 0
         self._subscriptions: dict[str, Subscription] = {}
+        self._compiler: Compiler | None = None  # once a request is to follow a structure
+        self._compiler_lock = threading.Lock()
         self._instruments: EngineInstruments | None = None  # once requests of callers come
 
     async def start(self) -> dict[str, Any]:
@@ -89,6 +94,7 @@ class EngineActor:
             InvalidRequest: the engine refuses the request.
             EngineUnavailable: the engine failed or is stopping.
         """
+        request = await self._with_constraint(request)
         subscription = self._subscription(request["subscriber"])
         followed = subscription.follow(request["request_id"], len(request.get("output_ids", ())))
         submitted = ended = False
@@ -124,6 +130,7 @@ class EngineActor:
             InvalidRequest: the engine refuses the request.
             EngineUnavailable: the engine failed or is stopping.
         """
+        request = await self._with_constraint(request)
         mailbox = Mailbox()
         request_id = self._submit(request, mailbox.put)
         self._streams += 1
@@ -246,6 +253,31 @@ class EngineActor:
             if reason == "error":
                 raise EngineUnavailable(f"the warm-up request failed: {(info or {}).get('error')}")
         self._served = 0
+
+    async def _with_constraint(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The request, with the constraint that its structure stands for."""
+        structure = request.get("structure")
+        if structure is None:
+            return request
+        if self._ranks is not None:
+            raise InvalidRequest("structured output is not there with tensor_parallel_size above 1")
+        try:
+            constraint = await asyncio.to_thread(self._constraint, structure)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from None
+        return request | {"sampling": request["sampling"] | {"constraint": constraint}}
+
+    def _constraint(self, structure: dict[str, Any]) -> TokenConstraint:
+        """Runs in a thread of its own. The compiler is kept, as are the grammars in it."""
+        from rayapp.models import resolve
+        from rayapp.structured import Compiler
+
+        with self._compiler_lock:
+            if self._compiler is None:
+                eos = self._engine.generation_config.eos_token_id
+                eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+                self._compiler = Compiler(resolve(self._config.source), self._engine.settings.vocab_size, eos_ids)
+        return self._compiler.constraint(structure)
 
     def _submit(self, request: dict[str, Any], put: Callable[[GenerationOutput], None]) -> str:
         resumed = len(request.get("output_ids", ()))

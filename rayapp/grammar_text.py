@@ -31,7 +31,8 @@ def grammar_text(structure: Mapping[str, Any]) -> str:
     """The grammar of a structure `{"kind": ..., "value": ...}`, as JSON text that llguidance compiles.
 
     Kinds and their values: "json_object" (None), "json_schema" (a schema), "regex" (the whole output; Rust's syntax
-    without look-around), "choice" (strings), "grammar" (Lark, as llguidance reads it).
+    without look-around), "choice" (strings), "grammar" (Lark, as llguidance reads it),
+    "marked_grammar" (the same, made here and not by callers: it may name special tokens).
 
     Raises:
         ValueError: the kind is unknown, or the value is of the wrong type, too large, or asks for what is not done.
@@ -96,6 +97,7 @@ _KINDS: dict[Any, Callable[[Any], str]] = {
     "regex": _regex,
     "choice": _choice,
     "grammar": _lark_grammar,
+    "marked_grammar": lambda value: _lark(_text(value, "a grammar")),
 }
 
 

@@ -40,6 +40,7 @@ _KIND_NAMES = {
     "regex": "the regular expression",
     "choice": "the list of choices",
     "grammar": "the grammar",
+    "marked_grammar": "the grammar",
 }
 
 
