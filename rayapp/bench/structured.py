@@ -63,7 +63,7 @@ def measure(folder: str, batch: int, tokens: int, rounds: int) -> dict[str, floa
     tokenizer = Tokenizer.load(resolve(folder))
     compiler = Compiler(tokenizer, model.config.get_text_config().vocab_size, sorted(tokenizer.special_ids))
     prompts = [tokenizer.encode(f"A list of {i + 3} people in JSON:\n") for i in range(batch)]
-    settings = ContinuousBatchingConfig(max_batch_tokens=512, per_request_processors=True)
+    settings = ContinuousBatchingConfig(max_batch_tokens=512, max_requests_per_batch=batch, per_request_processors=True)
     manager = engine.init_continuous_batching(model, continuous_batching_config=settings)
     manager.warmup()
     manager.start()
