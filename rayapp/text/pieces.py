@@ -6,7 +6,7 @@ or a whole message. Plain data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -65,8 +65,10 @@ class Reply:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """The same with neighbours of one kind joined, so that it no longer shows where the text was cut."""
+    if len(pieces) < 2:
+        return list(pieces)
     runs: list[tuple[Piece, list[str]]] = []
     for piece in pieces:
         if isinstance(piece, ToolStart):
@@ -91,7 +93,7 @@ def _joined(first: Piece, texts: list[str]) -> Piece:
     return ToolArguments(first.index, text) if isinstance(first, ToolArguments) else type(first)(text)
 
 
-def collected(pieces: Iterable[Piece]) -> Reply:
+def collected(pieces: Sequence[Piece]) -> Reply:
     """The whole answer."""
     reply = Reply()
     for piece in merged(pieces):
