@@ -227,7 +227,7 @@ def load_served(config: ModelConfig) -> ServedModel:
     context = next((settings[key] for key in CONTEXT_KEYS if settings.get(key)), UNKNOWN_CONTEXT)
     template = ChatTemplate.of(tokenizer)
     source = None if template is None else template.source
-    told = parser_name_for(source, tokenizer.added_tokens)
+    told = parser_name_for(None if template is None else template.tool_source, tokenizer.added_tokens)
     return ServedModel(
         name=config.name,
         created=int(time.time()),

@@ -27,6 +27,7 @@ NOT_SERVED: Neutral = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
     "prompt_cache_retention": (),
     "safety_identifier": (),
 }
@@ -46,9 +47,12 @@ NOT_SERVED_CHAT: Neutral = NOT_SERVED | {
 }
 
 NOT_SERVED_RESPONSES: Neutral = {
+    "access_programs": ([],),
     "background": (False,),
+    "background_options": ({},),
     "conversation": (),
     "context_management": ([],),
+    "image": (),
     "max_tool_calls": (),
     "moderation": (),
     "previous_response_id": (),

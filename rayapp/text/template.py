@@ -23,22 +23,21 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text; the tokenizer gives the special tokens that it may name.
-
-    Attributes:
-        source: the same.
+        tool_source: that for prompts with tools; None is the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, source: str, tool_source: str | None = None) -> None:
         self._tokenizer = tokenizer
         self.source = source
+        self.tool_source = tool_source or source
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The template that came with the tokenizer, its default one where it has several; None without."""
+        """The template that came with the tokenizer, of several "default" and, for tools, "tool_use"; None without."""
         template = tokenizer.fast.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        return cls(tokenizer, template) if template else None
+        named = template if isinstance(template, dict) else {"default": template}
+        source = named.get("default")
+        return cls(tokenizer, source, named.get("tool_use")) if source else None
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt text, ending where the assistant's answer begins.
@@ -50,9 +49,10 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised, or failed on these messages.
         """
+        source = self.tool_source if options.get("tools") else self.source
         try:
             rendered = self._tokenizer.fast.apply_chat_template(
-                list(messages), **{"add_generation_prompt": True} | options, chat_template=self.source, tokenize=False
+                list(messages), **{"add_generation_prompt": True} | options, chat_template=source, tokenize=False
             )
         except Exception as error:  # a template is a program: what it may raise is not for us to say
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error
