@@ -153,8 +153,7 @@ def render(
     if tools:
         options["tools"] = tools_for_template(tools)
     try:
-        text = model.template.render(messages, **options)
-        return text, model.tokenizer.encode(text, add_special_tokens=False)
+        return model.template.encode(messages, **options)
     except ValueError as error:
         raise invalid_request(str(error), "messages") from None
 

@@ -215,7 +215,7 @@ def test_O31_null_content_and_tool_messages() -> None:
     assert read == [
         {"role": "system", "content": "d"},
         {"role": "user", "content": "u", "name": "Ann"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": [calls[0] | {"function": {"name": "f", "arguments": {}}}]},
         {"role": "tool", "content": "r", "tool_call_id": "1"},
         {"role": "assistant", "content": ""},
     ]

@@ -461,7 +461,7 @@ class Writer:
     def text(self, structure: dict[str, Any], seed: int, begin: str = "") -> str:
         from llguidance import LLMatcher
 
-        assert structure["kind"] == "grammar"
+        assert structure["kind"] == "marked_grammar"
         assert not LLMatcher.validate_grammar(structure["value"], self.backend)
         matcher, chosen = LLMatcher(self.backend, structure["value"]), random.Random(seed)
         ids = self.tokenizer.encode(begin)
