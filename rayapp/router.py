@@ -205,8 +205,8 @@ class Router:
         )
         if plan.num_choices != 1 or plan.stream:
             raise invalid_request("one prompt and one answer a call: make several calls at once, and call stream_text")
-        if plan.logprobs or plan.echo:
-            raise invalid_request("logprobs and echo are for the HTTP endpoints: this call gives text alone")
+        if plan.logprobs or plan.echo or fields.get("tools"):
+            raise invalid_request("logprobs, echo and tools are for the HTTP endpoints: this call gives text alone")
         return plan
 
     def _run(self, plan: Plan) -> AsyncGenerator[Chunk, None]:
