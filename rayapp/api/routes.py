@@ -19,6 +19,7 @@ from rayapp.api.chat import create_chat_completion
 from rayapp.api.choices import ClientGone
 from rayapp.api.completions import create_completion
 from rayapp.api.errors import ApiError, install_error_handling
+from rayapp.api.openapi import document
 from rayapp.api.resolve import find_model
 from rayapp.api.responses import create_response
 from rayapp.api.service import ServedModel, Service
@@ -68,6 +69,10 @@ def build_api(service: Service, config: ApiConfig | None = None) -> FastAPI:
             return await endpoint(service, request)
 
         app.add_api_route(path, handle, methods=["GET", *more], response_model=None)
+
+    @app.get("/openapi.json", response_model=None)
+    async def openapi() -> Response:
+        return json_response(document(service.models))
 
     get("/tokenizer_info", ops.tokenizer_info)
     get("/ping", ops.ping, "POST")
