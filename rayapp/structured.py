@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from rayapp.failures import Overloaded
 from rayapp.grammar_text import grammar_text
 from rayapp.text.tokenizer import Tokenizer
 
@@ -56,6 +57,7 @@ def check(structure: Structure, tokenizer: Tokenizer, limit_s: float = COMPILE_L
 
     Raises:
         ValueError: it cannot; the text says why.
+        Overloaded: too many others are being compiled.
     """
     with _checkers_lock:
         checker = _checkers.get(tokenizer)
@@ -225,7 +227,7 @@ class _Checker:
 
     def _compile(self, text: str, limit_s: float) -> str:
         if not _room.acquire(timeout=limit_s):
-            raise ValueError(f"others were still being compiled after {limit_s:g} s; try again later")
+            raise Overloaded(f"other structures were still being compiled after {limit_s:g} s; try again later")
         verdicts: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def compile_it() -> None:

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayapp.api.errors import ApiError, invalid_request, not_found
+from rayapp.api.errors import ApiError, invalid_request, not_found, overloaded
 from rayapp.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Prompt, TemplateFields, parse_body
 from rayapp.api.service import SamplingFields, ServedModel
 from rayapp.api.settings import RequestSettings
 from rayapp.api.tool_fields import ALL_CONTENT, Reply, wanted_reply
+from rayapp.failures import Overloaded
 from rayapp.structured import check
 from rayapp.text.template import Message
 from rayapp.text.tools import tools_for_template
@@ -133,6 +134,8 @@ def _check_structure(structure: Mapping[str, Any] | None, fields: GenerationFiel
     param = next((name for name in given if getattr(fields, name) is not None), "tools")
     try:
         check(structure, model.tokenizer)
+    except Overloaded as error:
+        raise overloaded(error.message) from None
     except ValueError as error:
         raise invalid_request(f"{param}: {error}", param) from None
 
