@@ -26,8 +26,6 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Ray's workers and submitted jobs start `python` by name.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RAY_USAGE_STATS_ENABLED := 0
-# Ray starts workers at 15, so that anything else on the machine would go before the engine.
-export RAY_worker_niceness := 0
 
 # $(call step,what it does,command): says both what is done and how long it took.
 step = @echo "==> $(1)"; start=$$(date +%s); $(2) && echo "    done in $$(($$(date +%s) - start)) s"

@@ -59,7 +59,6 @@ class FakeCluster:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",  # nodes share this machine with whatever else runs on it
             "PYTHONPATH": str(ROOT),
             "PYTHONWARNINGS": "ignore",
         }

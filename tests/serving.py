@@ -91,7 +91,6 @@ class ServeRun:
         self.env = os.environ | {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_niceness": "0",
             "RAY_TMPDIR": str(self.folder),
             "PYTHONPATH": str(ROOT),
             "PATH": f"{BIN}:{os.environ['PATH']}",

@@ -214,7 +214,7 @@ BAD_CHATS: list[tuple[Any, str | None]] = [
     ({"stream": "maybe"}, "stream"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"logprobs": 999}, "logprobs"),
-    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"no_such_field": 1}, "no_such_field"),
 ]

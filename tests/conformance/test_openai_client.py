@@ -101,8 +101,8 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         client.completions.create(model="nope", prompt=COUNT)
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model="smol", messages=SAY_HI, logprobs=True)
-    assert bad.value.param == "logprobs"
+        client.chat.completions.create(model="smol", messages=SAY_HI, top_logprobs=3)
+    assert bad.value.param == "top_logprobs"
 
 
 def test_health_answers(served: ServeRun) -> None:

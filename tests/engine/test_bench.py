@@ -423,6 +423,7 @@ def short(*arguments: Any) -> list[Work]:
     return [Work(item.prompt, min(item.new_tokens, 8)) for item in build(*arguments)[:5]]
 
 
+@pytest.mark.slow
 def test_the_whole_command_against_transformers(
     tiny_http_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -19,7 +19,6 @@ from tests.serving import free_port, model_args
 # whether commands need it would depend on what ran before.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # Ray's own 30 s are too few on a machine that is busy
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: its workers would wait for every other test
 os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")  # a test waits for figures; Ray's own is 10 s
 
 

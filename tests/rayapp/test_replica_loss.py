@@ -77,7 +77,7 @@ def gap_at(ask: Ask, moment: float) -> float:
     return max((after - before for before, after in zip([moment, *later], later, strict=False)), default=0.0)
 
 
-@pytest.mark.parametrize("what", ["replica", "engine"])
+@pytest.mark.parametrize("what", [pytest.param("replica", marks=pytest.mark.slow), "engine"])  # chaos kills both
 def test_O42_every_stream_of_a_killed_replica_goes_on(pair: App, what: str) -> None:
     """Twelve requests of all kinds on two replicas, one of which dies: all answers are those of undisturbed ones."""
     asks = mixed(12, seed=1, tokens=(100, 200))
@@ -271,6 +271,7 @@ def test_O42_without_migration_streams_of_a_dead_replica_end_with_an_error(
 # Health
 
 
+@pytest.mark.slow
 def test_O43_health_tells_the_truth(deploy: Callable[..., App], serve_session: Any, tiny_http_path: Path) -> None:
     """While loading, idle, busy, stuck, being replaced, with its thread ended, and after that."""
     stall_s = 2.0

@@ -63,6 +63,7 @@ def all_gone(former: dict[str, psutil.Process]) -> bool:
     return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in former.values())
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_process_and_share_one_fate(app: App, tiny_http: PreTrainedModel) -> None:
     former = processes(app)
     prompts = [[5, 6, 7, 8 + number] * (1 + 3 * number) for number in range(3)]
