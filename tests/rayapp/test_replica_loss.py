@@ -106,6 +106,7 @@ def test_a_request_that_failed_a_step_is_not_sent_to_another_replica(pair: App) 
     assert before.keys() == after.keys()
 
 
+@pytest.mark.slow
 def test_O39_hanging_up_while_a_generation_moves(pair: App) -> None:
     """Clients that leave just after their replica has died: nothing goes on for them elsewhere."""
     asks = mixed(8, seed=2, tokens=(3000, 3000))
@@ -241,6 +242,7 @@ def test_zz_an_application_that_goes_away_finishes_what_fits_its_grace(pair: App
 # Without migration
 
 
+@pytest.mark.slow
 def test_O42_without_migration_streams_of_a_dead_replica_end_with_an_error(
     deploy: Callable[..., App], tiny_http_path: Path
 ) -> None:
