@@ -247,7 +247,7 @@ def as_api_error(error: GenerationError) -> ApiError:
     if isinstance(error, Overloaded):
         return overloaded(error.message)
     if isinstance(error, DeadlineExceeded):
-        return out_of_time(error.message)
+        return out_of_time("the request did not end within its timeout")  # not what was left of it when it was sent
     if isinstance(error, EngineUnavailable):
         return unavailable(error.message, retry_after_s=1)
     return ApiError(500, error.message, code="generation_failed")

@@ -16,12 +16,14 @@ ENDPOINTS: dict[str, type[Body]] = {
     "/v1/responses": ResponsesRequest,
 }
 
+LIMITED = {"best_of": " (equal to `n`)", "user": " (has no effect)"}
+
 
 def field_table() -> str:
     """Markdown: a row for each endpoint. A refused field may hold the values that stand behind it, or null."""
     lines = ["| endpoint | served | accepted only where it changes nothing |", "|---|---|---|"]
     for path, kind in ENDPOINTS.items():
-        served = ", ".join(f"`{name}`" for name in sorted(kind.model_fields))
+        served = ", ".join(f"`{name}`{LIMITED.get(name, '')}" for name in sorted(kind.model_fields))
         refused = ", ".join(_refused(name, values) for name, values in sorted(kind.refused.items()))
         lines.append(f"| `{path}` | {served} | {refused} |")
     return "\n".join(lines)

@@ -156,7 +156,9 @@ def render(
     if tools:
         options["tools"] = tools_for_template(tools)
     try:
-        return model.template.encode(messages, **options)
+        text = model.template.render(messages, **options)
+        _check_length(model, text, "messages")
+        return text, model.tokenizer.encode(text, add_special_tokens=False)
     except ValueError as error:
         raise invalid_request(str(error), "messages") from None
 
@@ -197,6 +199,7 @@ def _params(field: str, count: int) -> list[str]:
 def _prompt_ids(model: ServedModel, prompt: Prompt, param: str) -> list[int]:
     try:
         if isinstance(prompt, str):
+            _check_length(model, prompt, param)
             prompt_ids = model.tokenizer.encode(prompt)
         else:
             model.tokenizer.check_ids(prompt)
@@ -281,6 +284,18 @@ def _sampling(
         cache_salt=fields.cache_salt,
         priority=fields.priority,
     )
+
+
+def _check_length(model: ServedModel, text: str, param: str) -> None:
+    """Raises ApiError for a text that is too long by far: tokenizing megabytes takes seconds."""
+    least = model.tokenizer.least_tokens(text)
+    if least > model.context_length:
+        raise invalid_request(
+            f"the prompt has {len(text)} characters, which are at least {least} tokens, but {model.name!r} takes "
+            f"{model.context_length} in all, prompt and completion together",
+            param,
+            "context_length_exceeded",
+        )
 
 
 def _too_long(model: ServedModel, prompt_tokens: int, param: str, asked: int | None) -> ApiError:

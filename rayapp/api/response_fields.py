@@ -38,6 +38,12 @@ class TextFormat(Strict):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _check_schema(self) -> TextFormat:
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            raise refuse("the format json_schema needs name and schema", "name" if self.name is None else "schema")
+        return self
+
     def for_chat(self) -> dict[str, Any]:
         """The same in chat's form."""
         if self.type != "json_schema":

@@ -162,7 +162,7 @@ class GenerationFields(Body):
     stop_token_ids: Annotated[list[int], BeforeValidator(or_default([]))] = []
     frequency_penalty: Annotated[float, BeforeValidator(or_default(0.0)), Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, BeforeValidator(or_default(0.0)), Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, BeforeValidator(or_default(1.0)), Field(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, BeforeValidator(or_default(1.0)), Field(ge=0.01, le=100)] = 1.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_logit_bias)] = {}
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     priority: Annotated[int, BeforeValidator(or_default(0)), Field(ge=-(2**31), lt=2**31)] = 0

@@ -92,8 +92,9 @@ class StructuredOutputs(Strict):
         """What the text must be."""
         kinds = {
             "json_schema": self.json_, "regex": self.regex, "choice": self.choice, "grammar": self.grammar,
-            "json_object": self.json_object or None,
         }  # fmt: skip
+        if self.json_object:
+            return {"kind": "json_object", "value": None}
         given = [(kind, value) for kind, value in kinds.items() if value is not None]
         return {"kind": given[0][0], "value": given[0][1]} if given else None
 

@@ -57,13 +57,3 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: what it may raise is not for us to say
             raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error
         return str(rendered)
-
-    def encode(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[int]]:
-        """What `render` gives, and its token ids. Special tokens come from the template alone, so none is doubled.
-
-        Raises:
-            TemplateRefused: see `render`.
-            ValueError: a message holds half of a surrogate pair.
-        """
-        text = self.render(messages, **options)
-        return text, self._tokenizer.encode(text, add_special_tokens=False)

@@ -55,6 +55,7 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        self._longest = max(map(len, self.backend.get_vocab()), default=1)
         self._bytes: dict[int, bytes] = dict.fromkeys(self.special_ids, b"")
 
     @classmethod
@@ -83,8 +84,14 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"character {error.start} of the text is half of a surrogate pair") from None
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of one text alone `encode` would keep every other thread waiting until it is done.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least, found at once; 0 where nothing is known."""
+        return -(-len(text) // self._longest) if self.byte_level else 0
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of ids at once, special tokens left out, nothing tidied."""

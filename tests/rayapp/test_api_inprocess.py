@@ -477,6 +477,28 @@ def over_socket(service: ScriptedService, use: Callable[[httpx.AsyncClient], Awa
     wait(run())
 
 
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/tokenize"])
+def test_a_huge_prompt_keeps_nobody_waiting(service: ScriptedService, path: str) -> None:
+    """However long it is tokenized: what counts is that others are answered before it is, not how fast."""
+    text = "x" * 2_000_000 if path == "/tokenize" else "x" * 15_000_000
+    said = {"messages": [{"role": "user", "content": text}]} if path.startswith("/chat") else {"prompt": text}
+
+    async def use(client: httpx.AsyncClient) -> None:
+        url = str(client.base_url).replace("/v1/", "/tokenize") if path == "/tokenize" else path
+        huge = asyncio.create_task(client.post(url, json={"model": "smol"} | said))
+        answered = 0
+        while not huge.done():
+            answered += (await client.get("/models")).status_code == 200
+        answer = huge.result()
+        if path == "/tokenize":
+            assert answer.status_code == 200 and answered > 20
+        else:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert "15000" in answer.text
+
+    over_socket(service, use)
+
+
 def test_O38_failure_in_mid_stream(service: ScriptedService) -> None:
     async def script(call: Call) -> AsyncIterator[Chunk]:
         for number in range(5):

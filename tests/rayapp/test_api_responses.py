@@ -106,6 +106,8 @@ def test_parse(client: openai.OpenAI, said: Said) -> None:  # noqa: F811
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"include": ["everything"]}, "include.0"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"inputs": "x"}, "inputs"),

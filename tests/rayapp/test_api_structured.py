@@ -72,6 +72,7 @@ def test_other_forms(client: openai.OpenAI) -> None:
 
     assert re.fullmatch(r"[a-c]{3}-\d{2}", asked(regex=r"[a-c]{3}-\d{2}"))
     assert asked(choice=["yes", "no", "perhaps"]) in ("yes", "no", "perhaps")
+    assert isinstance(json.loads(asked(json_object=True)), dict)
     assert re.fullmatch(r"(ab)+c", asked(grammar='start: ("ab")+ "c"'))
     jsonschema.validate(json.loads(asked(json=SCHEMA)), SCHEMA)
 

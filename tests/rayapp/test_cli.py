@@ -198,9 +198,10 @@ def was_asked(service: ScriptedService, *texts: str, system: str | None = None) 
     """Whether the last prompt was this conversation: messages of user and assistant in turn."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages += [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
-    template = service.models["smol"].template
-    assert template is not None
-    return service.calls[-1].prompt_ids == template.encode(messages)[1]
+    model = service.models["smol"]
+    assert model.template is not None
+    prompt_ids = model.tokenizer.encode(model.template.render(messages), add_special_tokens=False)
+    return service.calls[-1].prompt_ids == prompt_ids
 
 
 def convoy(*args: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:

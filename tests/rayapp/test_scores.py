@@ -168,6 +168,7 @@ def test_biases_and_penalties_change_what_is_chosen(
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
+        ({"extra_body": {"repetition_penalty": 1e-38}}, "repetition_penalty"),
         ({"extra_body": {"cache_salt": ""}}, "cache_salt"),
     ],
 )

@@ -81,7 +81,7 @@ def test_O32_special_tokens_are_not_doubled(with_bos: Path) -> None:
     messages = [{"role": "user", "content": "Say hi."}]
     template = ChatTemplate.of(tokenizer)
     assert template is not None
-    _, chat = template.encode(messages)
+    chat = tokenizer.encode(template.render(messages), add_special_tokens=False)
     expected = PreTrainedTokenizerFast.from_pretrained(with_bos).apply_chat_template(
         messages, tokenize=True, add_generation_prompt=True, return_dict=False
     )
@@ -100,7 +100,7 @@ def test_loads_no_torch_and_no_ray(smol_path: Path) -> None:
         "from rayapp.text.template import ChatTemplate\n"
         "from rayapp.text.tokenizer import Tokenizer\n"
         f"template = ChatTemplate.of(Tokenizer.load({str(smol_path)!r}))\n"
-        "template.encode([{'role': 'user', 'content': 'Say hi.'}])\n"
+        "template.render([{'role': 'user', 'content': 'Say hi.'}])\n"
         "print(json.dumps([name for name in ('torch', 'ray') if name in sys.modules]))\n"
     )
     run = subprocess.run(
