@@ -5,8 +5,9 @@ The first parser over a generation's text, see `rayapp.text.reply`. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
+from rayapp.text.machine import TextMachine
 from rayapp.text.markers import Markers
 from rayapp.text.pieces import Content, Piece, Reasoning
 
@@ -32,7 +33,7 @@ def opens_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
-class ReasoningParser:
+class ReasoningParser(TextMachine):
     """Text in, `Reasoning` and `Content` out.
 
     A block counts at the beginning of an answer alone: one that is spoken of later is content. White space after
@@ -44,24 +45,9 @@ class ReasoningParser:
     """
 
     def __init__(self, inside: bool = False) -> None:
+        super().__init__(self._opening)
         self._inside = inside
-        self._state: Callable[[str, int], int | None] = self._opening
         self._blank: list[str] = []
-        self._rest = ""
-        self._out: list[Piece] = []
-
-    def push(self, text: str) -> list[Piece]:
-        """What these characters make certain."""
-        text, self._rest = self._rest + text, ""
-        at = 0
-        while at < len(text):
-            end = self._state(text, at)
-            if end is None:
-                self._rest = text[at:]
-                break
-            at = end
-        pieces, self._out = self._out, []
-        return pieces
 
     def finish(self) -> list[Piece]:
         """The text ends here: what was held."""

@@ -24,6 +24,7 @@ from rayapp.generation import generate
 from rayapp.link import raise_if_failed
 from rayapp.router import as_api_error, load_served
 from tests.conftest import wait_limit
+from tests.serving import wait_until
 
 
 class LocalService:
@@ -98,11 +99,7 @@ def serving(service: Service, life: AbstractAsyncContextManager[None] | None = N
 
     thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
     thread.start()
-    waited = threading.Event()
-    for _ in range(int(wait_limit(120) / 0.05)):
-        if server.started or not thread.is_alive():
-            break
-        waited.wait(0.05)
+    wait_until(lambda: server.started or not thread.is_alive(), 120)
     assert server.started, "the server did not start"
     port = server.servers[0].sockets[0].getsockname()[1]
     try:

@@ -10,12 +10,10 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
+from rayapp.text.machine import State, TextMachine
 from rayapp.text.markers import Markers
 from rayapp.text.pieces import Content, Piece, ToolArguments, ToolStart
 from rayapp.text.tools.call_reader import MAX_NAME, CallReader
-
-State = Callable[[str, int], int | None]
-"""Reads on from a position and returns where it stopped; None: what is left may be the beginning of a marker."""
 
 _SEPARATORS = " \t\r\n,;"
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -30,7 +28,7 @@ def call_id() -> str:
     return "call_" + random_characters(24)
 
 
-class ToolParser:
+class ToolParser(TextMachine):
     """Text in, `Content` and calls out. Joined and merged, the pieces do not depend on how the text was cut.
 
     Text that looks like a call and turns out not to be one comes out as content, unchanged: all of it where no call
@@ -49,29 +47,15 @@ class ToolParser:
     id_maker: Callable[[], str] = staticmethod(call_id)
 
     def __init__(self, names: Collection[str] | None = None, new_id: Callable[[], str] | None = None) -> None:
+        super().__init__(self._content)
         self._names = frozenset(names or ())
         self._new_id = new_id or self.id_maker
-        self._state: State = self._content
         self._held: list[str] = []  # read, and neither content nor part of a call so far
-        self._rest = ""  # not read: perhaps the beginning of a marker
         self._blank: list[str] = []  # white space since the beginning or the last call
         self._only_blank = True  # there was nothing else
         self._calls = 0
         self._name = ""  # of the call that is being read, in formats that write it outside of JSON
-        self._out: list[Piece] = []
         self._reader = CallReader(self._held, self._any_name)
-
-    def push(self, text: str) -> list[Piece]:
-        """What these characters make certain."""
-        text, self._rest = self._rest + text, ""
-        at = 0
-        while at < len(text):
-            end = self._state(text, at)
-            if end is None:
-                self._rest = text[at:]
-                break
-            at = end
-        return self._taken()
 
     def finish(self) -> list[Piece]:
         """The text ends here: what was held, but for separators and the beginning of an end marker after a call."""
@@ -162,10 +146,6 @@ class ToolParser:
     def _give(self, arguments: str) -> None:
         if arguments:
             self._out.append(ToolArguments(self._calls - 1, arguments))
-
-    def _taken(self) -> list[Piece]:
-        pieces, self._out = self._out, []
-        return pieces
 
     def _any_name(self, name: str) -> bool:
         return True
