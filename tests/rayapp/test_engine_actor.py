@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
+import json
+import re
+import shutil
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from engine.execution.model_runner import ModelRunner
 from rayapp.config import ModelConfig
 from rayapp.engine_actor import EngineActor, Item, Mailbox
 from rayapp.failures import EngineUnavailable, InvalidRequest
 from rayapp.link import wire_request
+from rayapp.migration import Migrating
+from rayapp.scored import ScoredToken
 from tests.conftest import wait_limit
 from tests.models import ref
 from tests.rayapp.conftest import tiny_model
@@ -319,3 +324,56 @@ def test_mailbox_gathers_what_comes_during_the_pause() -> None:
         assert (await mailbox.next(pause=30)).count == 7  # the end does not wait
 
     asyncio.run(asyncio.wait_for(scenario(), wait_limit(10)))
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7])
+def test_scores_and_structures_survive_a_move(
+    tiny_http_path: Path, smol_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, cut: int
+) -> None:
+    """What is resumed behind some tokens has the tokens, log-probabilities and grammar of what was not."""
+    folder = shutil.copytree(tiny_http_path, tmp_path / "ending")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": smol_tokenizer.eos_token_id}))
+    structure = {"kind": "regex", "value": "[a-f]{6}-[0-9]{6}"}
+    sampling = {
+        "max_new_tokens": 40, "do_sample": True, "seed": 7, "logprobs": True, "top_logprobs": 2, "raw_logprobs": True,
+        "structure": structure,
+    }  # fmt: skip
+
+    class Losing:
+        """The actor, lost once behind `cut` tokens."""
+
+        def __init__(self, actor: EngineActor, cut: int) -> None:
+            self.actor, self.cut = actor, cut
+
+        async def generate(self, request: dict[str, Any]) -> AsyncGenerator[Item, None]:
+            async for tokens, reason, info in self.actor.generate(request):
+                if self.cut and len(request["output_ids"]) + len(tokens) >= self.cut:
+                    kept, self.cut = tokens[: self.cut - len(request["output_ids"])], 0
+                    yield kept, None, info
+                    raise EngineUnavailable("lost")
+                request = {**request, "output_ids": [*request["output_ids"], *tokens]}
+                yield tokens, reason, info
+
+    async def answer(actor: EngineActor, cut: int) -> list[Any]:
+        source = Migrating(Losing(actor, cut))
+        items = [item async for item in source.generate(wire_request(PROMPT, sampling))]
+        assert items[-1][2] is not None and items[-1][2]["migrations"] == bool(cut)
+        tokens = [token for token in tokens_of(items) if isinstance(token, ScoredToken)]
+        assert len(tokens) == len(tokens_of(items))
+        return [(int(token), pytest.approx(token.logprob, abs=1e-4), [one for one, _ in token.top]) for token in tokens]
+
+    async def life() -> None:
+        actor = EngineActor(ModelConfig(**tiny_model(folder)))
+        await actor.start()
+        try:
+            whole, moved = await answer(actor, 0), await answer(actor, cut)
+        finally:
+            await asyncio.to_thread(actor._engine.stop, hard_stop=True)
+        assert [(token, top) for token, _, top in moved] == [(token, top) for token, _, top in whole]
+        assert [one.expected for _, one, _ in moved] == [one for _, one, _ in whole]
+        text = smol_tokenizer.decode([token for token, _, _ in moved], skip_special_tokens=True)
+        assert re.fullmatch(structure["value"], text)
+
+    threads = torch.get_num_threads()
+    asyncio.run(asyncio.wait_for(life(), wait_limit(60)))
+    torch.set_num_threads(threads)
