@@ -32,24 +32,36 @@ def grammar_text(structure: Mapping[str, Any]) -> str:
 
     Kinds and their values: "json_object" (None), "json_schema" (a schema), "regex" (the whole output; Rust's syntax
     without look-around), "choice" (strings), "grammar" (Lark, as llguidance reads it),
-    "marked_grammar" (the same, made here and not by callers: it may name special tokens).
+    "marked_grammar" (the same, made here and not by callers: it may name special tokens, and, as its rule `answer`,
+    another structure under the key "answer").
 
     Raises:
         ValueError: the kind is unknown, or the value is of the wrong type, too large, or asks for what is not done.
     """
+    if structure.get("kind") == "grammar":
+        return _lark(_callers_grammar(structure.get("value")))
+    if structure.get("kind") != "marked_grammar":
+        return _lark(_rule("start", structure))
+    text = _text(structure.get("value"), "a grammar")
+    answer = structure.get("answer")
+    return _lark(text if answer is None else text + _rule("answer", answer))
+
+
+def _rule(name: str, structure: Mapping[str, Any]) -> str:
+    """Rules of a grammar, of which that of this name is the structure."""
     kind = structure.get("kind")
-    if kind not in _KINDS:
-        raise ValueError(f"unknown kind {kind!r} of structure; these are {', '.join(_KINDS)}")
-    return _KINDS[kind](structure.get("value"))
+    if kind not in _RULES:
+        raise ValueError(f"unknown kind {kind!r} of structure; these are {', '.join(_RULES)}, marked_grammar")
+    return _RULES[kind](name, structure.get("value"))
 
 
-def _json_object(value: Any) -> str:
+def _json_object(name: str, value: Any) -> str:
     if value is not None:
         raise ValueError("json_object takes no value")
-    return _json_schema({"type": "object"})
+    return _json_schema(name, {"type": "object"})
 
 
-def _json_schema(value: Any) -> str:
+def _json_schema(name: str, value: Any) -> str:
     if not isinstance(value, dict | bool):
         raise ValueError(f"expected a JSON schema, which is an object or a boolean, and got {type(value).__name__}")
     try:
@@ -62,24 +74,28 @@ def _json_schema(value: Any) -> str:
     if isinstance(value, dict):
         value = {"x-guidance": {"whitespace_pattern": WHITESPACE}} | value
     elif value:
-        return _json_schema({})
-    return _lark("start: %json " + json.dumps(value))
+        return _json_schema(name, {})
+    return f"{name}: %json {json.dumps(value)}"
 
 
-def _regex(value: Any) -> str:
-    return _lark(f"start: /{regex_to_lark(_text(value, 'a regular expression'), use_ascii='')}/")
+def _regex(name: str, value: Any) -> str:
+    return f"{name}: /{regex_to_lark(_text(value, 'a regular expression'), use_ascii='')}/"
 
 
-def _choice(value: Any) -> str:
+def _choice(name: str, value: Any) -> str:
     if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
         raise ValueError("expected a list of one or more strings to choose from")
     if len(value) > MAX_CHOICES:
         raise ValueError(f"there are {len(value)} strings to choose from; at most {MAX_CHOICES} are taken")
     _check_size(sum(len(one.encode(errors="replace")) for one in value), "the list of strings")
-    return _lark("start: C\nC: " + " | ".join(json.dumps(one) for one in value))
+    return f"{name}: C\nC: " + " | ".join(json.dumps(one) for one in value)
 
 
-def _lark_grammar(value: Any) -> str:
+def _nested_grammar(name: str, value: Any) -> str:
+    return f"{name}: %lark {{\n{_callers_grammar(value)}\n}}"
+
+
+def _callers_grammar(value: Any) -> str:
     text = _text(value, "a grammar")
     bare = _LITERALS.sub(" ", text)
     if "::=" in bare:
@@ -88,16 +104,15 @@ def _lark_grammar(value: Any) -> str:
         raise ValueError("the directive %llguidance is not taken")
     if "<" in bare:
         raise ValueError("it names special tokens, which never show as text")
-    return _lark(text)
+    return text
 
 
-_KINDS: dict[Any, Callable[[Any], str]] = {
+_RULES: dict[Any, Callable[[str, Any], str]] = {
     "json_object": _json_object,
     "json_schema": _json_schema,
     "regex": _regex,
     "choice": _choice,
-    "grammar": _lark_grammar,
-    "marked_grammar": lambda value: _lark(_text(value, "a grammar")),
+    "grammar": _nested_grammar,
 }
 
 

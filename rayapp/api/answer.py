@@ -75,7 +75,7 @@ async def _prompt_only(stream: AsyncGenerator[Chunk, None]) -> AsyncGenerator[Ch
 
 
 async def _collect(merged: Indexed, plan: Plan) -> tuple[list[Choice], dict[str, Any]]:
-    choices = [Choice() for _ in range(plan.num_choices)]
+    choices = _choices(plan)
     async with aclosing(merged) as chunks:
         async for index, chunk in chunks:
             choices[index].add(chunk)
@@ -85,7 +85,7 @@ async def _collect(merged: Indexed, plan: Plan) -> tuple[list[Choice], dict[str,
 async def _events(
     begun: list[tuple[int, Chunk]], merged: Indexed, plan: Plan, shape: Shape
 ) -> AsyncGenerator[bytes, None]:
-    counts = [Choice() for _ in range(plan.num_choices)]
+    counts = _choices(plan)
     async with aclosing(merged) as rest:
         for event in shape.opening():
             yield event
@@ -95,6 +95,11 @@ async def _events(
                 yield event
     for event in shape.closing(usage_of(plan, counts)):
         yield event
+
+
+def _choices(plan: Plan) -> list[Choice]:
+    counter = plan.reply.counter
+    return [Choice(reasoning=None if counter is None else counter()) for _ in range(plan.num_choices)]
 
 
 async def _chain(begun: list[tuple[int, Chunk]], rest: Indexed) -> Indexed:
@@ -108,6 +113,7 @@ def usage_of(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     """Each prompt counts once, every completion counts. Cached is what no choice of a prompt had to compute."""
     prompt_tokens = sum(len(prompt) for prompt in plan.prompts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
+    reasoning_tokens = sum(choice.reasoning.tokens for choice in choices if choice.reasoning is not None)
     of_prompt = [choices[start : start + plan.n] for start in range(0, len(choices), plan.n)]
     cached_tokens = sum(min(choice.cached_tokens for choice in group) for group in of_prompt)
     return {
@@ -115,4 +121,5 @@ def usage_of(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

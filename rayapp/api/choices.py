@@ -14,6 +14,7 @@ import anyio
 from starlette.types import Receive
 
 from rayapp.api.service import Chunk
+from rayapp.text.reasoning import ReasoningCount
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class Choice:
     Attributes:
         tokens: of the text.
         prompt: as in `Chunk`.
+        reasoning: counts the tokens of its reasoning; None where there is none.
     """
 
     text: str = ""
@@ -42,6 +44,7 @@ class Choice:
     finish_reason: str | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning: ReasoningCount | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Take everything that a chunk says."""
@@ -55,6 +58,8 @@ class Choice:
         self.finish_reason = chunk.finish_reason
         self.completion_tokens = chunk.completion_tokens
         self.cached_tokens = chunk.cached_tokens
+        if self.reasoning is not None:
+            self.reasoning.push(chunk.token_ids)
 
 
 async def merge(streams: Sequence[AsyncGenerator[Chunk, None]]) -> Indexed:

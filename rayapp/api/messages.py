@@ -6,6 +6,8 @@ refused by name.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -14,42 +16,60 @@ from rayapp.api.refusals import Neutral, is_neutral, nearest, not_served, refuse
 from rayapp.text.template import Message
 from rayapp.text.tools import calls_for_template
 
-MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 NOT_SERVED_MESSAGE: Neutral = {
     # What clients send back from an earlier answer; empty values are left out.
     "refusal": (),
     "audio": (),
     "annotations": ([],),
     "function_call": (),
-    "reasoning_content": ("",),
-    "reasoning": ("",),
 }
+REASONING_FIELDS = ("reasoning_content", "reasoning")  # the second is the newer name of the first
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+CHAT_PARTS: dict[str, tuple[str, ...]] = {"text": ()}
+
+
 def _content(value: Any, role: str) -> str:
-    """The text of a message: parts are joined as they are, null is empty where the assistant said nothing."""
-    if isinstance(value, str):
-        return value
+    """The text of a message: null is empty where the assistant said nothing."""
     if value is None and role == "assistant":
         return ""
     if value is None:
         raise refuse(f"a {role} message needs content: a string or a list of text parts", "content")
+    return read_content(value, "content", CHAT_PARTS)
+
+
+def read_content(value: Any, field: str, parts: Mapping[str, tuple[str, ...]]) -> str:
+    """The text of a string or of parts, which are joined as they are.
+
+    Args:
+        field: what the value is called.
+        parts: types of parts with text, and the fields beside it that may be there.
+
+    Raises:
+        PydanticCustomError: with the path to what is at fault.
+    """
+    if isinstance(value, str):
+        return value
     if not isinstance(value, list) or not value:
-        raise refuse("content must be a string or a non-empty list of text parts", "content")
-    return "".join(_part(part, position) for position, part in enumerate(value))
+        raise refuse(f"{field} must be a string or a non-empty list of text parts", field)
+    return "".join(_part(part, parts, field, position) for position, part in enumerate(value))
 
 
-def _part(part: Any, position: int) -> str:
-    at = ("content", position)
+def _part(part: Any, parts: Mapping[str, tuple[str, ...]], *at: str | int) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise refuse('a content part must be an object with a type, such as {"type": "text", "text": "..."}', *at)
-    if part["type"] != "text":
-        raise refuse(f"content parts of type {part['type']!r} are not supported, only 'text'", *at, "type")
+        example = json.dumps({"type": next(iter(parts)), "text": "..."})
+        raise refuse(f"a {at[0]} part must be an object with a type, such as {example}", *at)
+    kind = part["type"]
+    if kind not in parts:
+        known = ", ".join(map(repr, parts))
+        raise refuse(f"{at[0]} parts of type {kind!r} are not supported, only {known}", *at, "type")
     if not isinstance(part.get("text"), str):
         raise refuse("a text part needs text: a string", *at, "text")
-    for field in part.keys() - {"type", "text"}:
-        raise refuse(f"unknown field {field!r}{nearest(field, ['type', 'text'])}", *at, field)
+    for field, given in part.items():
+        if field not in ("type", "text", *parts[kind]) and given is not None:
+            raise refuse(f"unknown field {field!r}{nearest(field, ['type', 'text'])}", *at, field)
     text: str = part["text"]
     return text
 
@@ -74,7 +94,25 @@ def _message(value: Any) -> Message:
         if not isinstance(name, str):
             raise refuse("name must be a string", "name")
         message["name"] = name
-    return message | _tool_fields(value, role)
+    return message | _reasoning(value, role) | _tool_fields(value, role)
+
+
+def _reasoning(value: dict[str, Any], role: str) -> Message:
+    """What the assistant thought before, as a client sends it back."""
+    given = {field: value[field] for field in REASONING_FIELDS if value.get(field) not in (None, "")}
+    for field, thought in given.items():
+        if not isinstance(thought, str):
+            raise refuse(f"{field} must be a string", field)
+        if role != "assistant":
+            raise refuse(f"a {role} message cannot have {field}; only an assistant one can", field)
+    if len(set(given.values())) > 1:
+        raise refuse("reasoning and reasoning_content, its older name, say different things; give one", "reasoning")
+    return reasoning_fields(next(iter(given.values()), ""))
+
+
+def reasoning_fields(thought: str) -> Message:
+    """A message's reasoning, under both names that templates know. Those that read neither leave it out."""
+    return dict.fromkeys(REASONING_FIELDS, thought) if thought else {}
 
 
 def _tool_fields(value: dict[str, Any], role: str) -> Message:
@@ -92,6 +130,14 @@ def _tool_fields(value: dict[str, Any], role: str) -> Message:
     for position, call in enumerate(calls):
         _check_call(call, "tool_calls", position)
     return {"tool_calls": calls_for_template(calls)}
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as templates take it."""
+    (call,) = calls_for_template(
+        [{"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}]
+    )
+    return call
 
 
 def _check_call(call: Any, *at: str | int) -> None:

@@ -17,8 +17,8 @@ from engine import __version__
 from rayapp.api.errors import invalid_request, not_found
 from rayapp.api.logprobs import shown
 from rayapp.api.messages import read_messages
+from rayapp.api.prompts import PromptReader, find_model
 from rayapp.api.refusals import Neutral
-from rayapp.api.resolve import find_model, render
 from rayapp.api.schemas import Body, TemplateFields, or_default, parse_body
 from rayapp.api.service import ServedModel, Service
 from rayapp.api.streaming import json_response
@@ -46,7 +46,7 @@ async def tokenize(service: Service, request: Request, body: bytes) -> Response:
     """Token ids of a text or of messages.
 
     Raises:
-        ApiError: 400 or 404.
+        ApiError: 400, 404 or 413.
     """
     return json_response(await run_in_threadpool(_tokenize, service, body))
 
@@ -56,19 +56,18 @@ def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
     model = find_model(service.models, fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid_request("give prompt or messages, one of them", "prompt")
+    reader = PromptReader(model, service.settings, fits=False)
     if fields.messages is not None:
-        _, ids = render(model, fields.messages, fields)
+        text = reader.render(fields.messages, fields, "messages")
+        ids = reader.encode(text, "messages", add_special_tokens=False)
     else:
-        try:
-            ids = model.tokenizer.encode(fields.prompt or "", add_special_tokens=fields.add_special_tokens)
-        except ValueError as error:
-            raise invalid_request(f"prompt: {error}", "prompt") from None
+        ids = reader.encode(fields.prompt or "", "prompt", fields.add_special_tokens)
     strings = [shown(model.tokenizer, token_id) for token_id in ids] if fields.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
 
 
 async def detokenize(service: Service, request: Request, body: bytes) -> Response:
-    """The text of token ids.
+    """The text of token ids, special tokens by their names: what was tokenized comes back.
 
     Raises:
         ApiError: 400 or 404.
@@ -81,7 +80,7 @@ async def detokenize(service: Service, request: Request, body: bytes) -> Respons
             model.tokenizer.check_ids(fields.tokens)
         except ValueError as error:
             raise invalid_request(f"tokens: {error}", "tokens") from None
-        return model.tokenizer.decode(fields.tokens)
+        return model.tokenizer.decode(fields.tokens, skip_special_tokens=False)
 
     return json_response({"prompt": await run_in_threadpool(text)})
 

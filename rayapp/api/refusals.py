@@ -14,6 +14,11 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+NEAR = 0.8
+"""How alike two names must be for one to be taken for the other: below, suggestions mislead ("system": "stream")."""
+
+FEW_FIELDS = 8
+
 Neutral = dict[str, tuple[Any, ...]]
 
 NOT_SERVED: Neutral = {
@@ -60,7 +65,7 @@ NOT_SERVED_RESPONSES: Neutral = {
     "prompt_cache_key": (),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": (),
-    "reasoning": ({},),
+    "reasoning": ({}, {"effort": "none"}),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -79,6 +84,9 @@ def refuse(message: str, *at: str | int) -> PydanticCustomError:
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing; null inside an object is "left out" too."""
+    if isinstance(value, dict):
+        value = {key: one for key, one in value.items() if one is not None}
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
@@ -88,8 +96,20 @@ def not_served(field: str, value: Any, neutral: tuple[Any, ...]) -> str:
 
 
 def nearest(field: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(field, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; the fields are {', '.join(sorted(known))}"
+    """What to do about a field that is not known: the one that was meant, if one is near; few fields as they are; else
+    where all of them stand."""
+    names = {_letters(name): name for name in known}
+    close = difflib.get_close_matches(_letters(field), list(names), n=1, cutoff=NEAR)
+    if close:
+        return f"; did you mean {names[close[0]]!r}?"
+    if len(names) <= FEW_FIELDS:
+        return f"; the fields are {', '.join(sorted(names.values()))}" if names else "; it has no fields"
+    return "; GET /openapi.json lists the fields"
+
+
+def _letters(name: str) -> str:
+    """topP, top-p and top_p are the same to who looks for a name."""
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def shown(value: Any) -> str:

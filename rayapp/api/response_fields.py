@@ -10,30 +10,42 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rayapp.api.refusals import NOT_SERVED_RESPONSES, Neutral, nearest, refuse, shown
-from rayapp.api.schemas import MAX_TOP_LOGPROBS, Body, or_default
-from rayapp.api.tool_fields import Strict
+from rayapp.api.refusals import NOT_SERVED_RESPONSES, Neutral, refuse, shown
+from rayapp.api.response_items import read_input
+from rayapp.api.schemas import MAX_TOP_LOGPROBS, Body, ChatRequest, or_default
+from rayapp.api.tool_fields import (
+    Function,
+    FunctionName,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    SchemaName,
+    Strict,
+    Tool,
+    ToolName,
+    check_tools,
+)
+from rayapp.text.template import Message
 
 INCLUDED_LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (INCLUDED_LOGPROBS, "reasoning.encrypted_content")  # the second is for what a server does not keep: nothing
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class FunctionTool(Strict):
     type: Literal["function"]
-    name: str
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self) -> Tool:
         """The same in chat's form."""
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+        return Tool(type="function", function=Function(**self.model_dump(exclude={"type"})))
 
 
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: SchemaName | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -44,12 +56,12 @@ class TextFormat(Strict):
             raise refuse("the format json_schema needs name and schema", "name" if self.name is None else "schema")
         return self
 
-    def for_chat(self) -> dict[str, Any]:
+    def for_chat(self) -> ResponseFormat:
         """The same in chat's form."""
         if self.type != "json_schema":
-            return {"type": self.type}
-        fields = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
-        return {"type": "json_schema", "json_schema": {"name": "answer", **fields}}
+            return ResponseFormat(type=self.type)
+        schema = JsonSchema(**self.model_dump(exclude={"type"}, by_alias=True))
+        return ResponseFormat(type="json_schema", json_schema=schema)
 
 
 class Text(Strict):
@@ -57,19 +69,44 @@ class Text(Strict):
     verbosity: Literal["medium"] | None = None
 
 
+class NamedFunction(Strict):
+    type: Literal["function"]
+    name: str
+
+
+def _tool_choice(value: Any) -> Any:
+    if value is None or value in ("none", "auto", "required") or isinstance(value, dict):
+        return value
+    raise refuse(
+        f'tool_choice must be "none", "auto", "required" or {{"type": "function", "name": "..."}}, not {shown(value)}'
+    )
+
+
+class ChatOfResponse(ChatRequest):
+    """A chat request whose fields came under other names, which are those to tell clients."""
+
+    messages_field: ClassVar[str] = "input"
+
+    @property
+    def structure_field(self) -> str:
+        return "text.format"
+
+
 class ResponsesRequest(Body):
     """POST /v1/responses. Nothing is stored, so a conversation is sent as a whole each time."""
 
     refused: ClassVar[Neutral] = NOT_SERVED_RESPONSES
 
-    input: Annotated[list[dict[str, Any]], BeforeValidator(lambda value: read_input(value))]
+    input: Annotated[list[Message], BeforeValidator(read_input)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: Annotated[bool, BeforeValidator(or_default(False))] = False
     tools: Annotated[list[FunctionTool], BeforeValidator(or_default([])), Field(default_factory=list)]
-    tool_choice: Any = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | None, BeforeValidator(_tool_choice)
+    ] = None
     parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
     text: Text | None = None
     top_logprobs: Annotated[int, BeforeValidator(or_default(0)), Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
@@ -83,97 +120,40 @@ class ResponsesRequest(Body):
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(or_default({})), Field(default_factory=dict)]
 
     @model_validator(mode="after")
-    def _check_include(self) -> ResponsesRequest:
+    def _check_fields(self) -> ResponsesRequest:
         for position, name in enumerate(self.include):
             if name not in INCLUDED:
                 raise refuse(f"include can hold {', '.join(INCLUDED)}, not {shown(name)}", "include", position)
         if self.top_logprobs and not self.wants_logprobs:
             raise refuse(f'top_logprobs ({self.top_logprobs}) needs include: ["{INCLUDED_LOGPROBS}"]', "top_logprobs")
+        check_tools([tool.name for tool in self.tools], self._chosen, "name")
         return self
 
     @property
     def wants_logprobs(self) -> bool:
         return INCLUDED_LOGPROBS in self.include
 
-    def for_chat(self) -> dict[str, Any]:
-        """The fields of the chat request; without those left out."""
-        messages = messages_of(self.input)
+    @property
+    def _chosen(self) -> str | NamedTool | None:
+        if not isinstance(self.tool_choice, NamedFunction):
+            return self.tool_choice
+        return NamedTool(type="function", function=FunctionName(name=self.tool_choice.name))
+
+    def for_chat(self) -> ChatRequest:
+        """The chat request; what it holds was checked here."""
+        messages = self.input
         if self.instructions is not None:
-            messages.insert(0, {"role": "system", "content": self.instructions})
-        choice = self.tool_choice
-        if isinstance(choice, dict) and choice.get("type") == "function":
-            choice = {"type": "function", "function": {key: choice[key] for key in choice if key != "type"}}
-        fields = {
-            "model": self.model,
-            "messages": messages,
-            "max_completion_tokens": self.max_output_tokens,
-            "stream": self.stream,
-            "tools": [tool.for_chat() for tool in self.tools],
-            "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": self.text.format.for_chat() if self.text and self.text.format else None,
-            "logprobs": self.wants_logprobs,
-            "top_logprobs": self.top_logprobs,
-        }
-        same = ("temperature", "top_p", "user", "seed", "priority", "timeout", "cache_salt", "chat_template_kwargs")
-        fields |= {name: getattr(self, name) for name in same}
-        return {name: value for name, value in fields.items() if value is not None}
-
-
-def read_input(value: Any) -> list[dict[str, Any]]:
-    """The input items; a pydantic validator. A string is what the user says."""
-    if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": value}]
-    if not isinstance(value, list) or not value:
-        raise refuse("input must be a string or a non-empty list of items")
-    for position, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise refuse("an input item must be an object", position)
-        kind = item.get("type", "message")
-        if kind not in _ITEMS:
-            raise refuse(f"input items can be of type {', '.join(_ITEMS)}, not {shown(kind)}", position, "type")
-        for field in item.keys() - {"type", "id", "status", *_ITEMS[kind]}:
-            raise refuse(f"unknown field {field!r}{nearest(field, _ITEMS[kind])}", position, field)
-        for field in _ITEMS[kind]:
-            if field not in item and kind != "reasoning":
-                raise refuse(f"{field!r} is missing", position, field)
-    return value
-
-
-_ITEMS = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": ("content", "summary", "encrypted_content"),
-}
-
-
-def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Chat messages. Calls that follow what the assistant said are its own; what it thought then is not sent again."""
-    messages: list[dict[str, Any]] = []
-    for item in items:
-        kind = item.get("type", "message")
-        if kind == "message":
-            messages.append({"role": item["role"], "content": _content(item["content"])})
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = _content(item["output"])
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
-    return messages
-
-
-def _content(content: Any) -> Any:
-    """Parts under chat's names; whatever else is there chat refuses."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        else part
-        for part in content
-    ]
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        same = (
+            "model", "stream", "parallel_tool_calls", "temperature", "top_p", "user", "seed", "priority", "timeout",
+            "cache_salt", "chat_template_kwargs", "top_logprobs",
+        )  # fmt: skip
+        return ChatOfResponse.model_construct(
+            messages=messages,
+            max_completion_tokens=self.max_output_tokens,
+            tools=[tool.for_chat() for tool in self.tools],
+            tool_choice=self._chosen,
+            response_format=self.text.format.for_chat() if self.text and self.text.format else None,
+            logprobs=self.wants_logprobs,
+            **{name: getattr(self, name) for name in same},
+        )

@@ -20,16 +20,13 @@ from rayapp.api.errors import ApiError
 from rayapp.api.logprobs import chat_logprobs
 from rayapp.api.reading import Reader
 from rayapp.api.resolve import Plan, plan_chat_fields
-from rayapp.api.response_fields import ResponsesRequest
-from rayapp.api.schemas import ChatRequest, parse_body, validated
+from rayapp.api.response_fields import NamedFunction, ResponsesRequest
+from rayapp.api.schemas import parse_body
 from rayapp.api.service import Chunk, ServedModel, Service
 from rayapp.api.settings import RequestSettings
 from rayapp.api.streaming import event
 from rayapp.text.pieces import Content, Piece, Reasoning, ToolArguments, ToolStart
 from rayapp.text.tokenizer import Tokenizer
-
-# What a chat's refusal calls a field, and what it is called here.
-FIELD_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 class _Item:
@@ -180,7 +177,7 @@ class ResponseShape:
         output = (
             [item.shown(self._item_status(item), self._scores(item.tokens)) for item in self._items] if done else []
         )
-        choice = "auto" if asked.tool_choice is None else asked.tool_choice
+        choice = asked.tool_choice
         text = asked.text.model_dump(exclude_none=True, by_alias=True) if asked.text else {}
         return {
             "id": self._id,
@@ -199,7 +196,7 @@ class ResponseShape:
             "store": False,
             "temperature": asked.temperature,
             "text": {"format": {"type": "text"}} | text,
-            "tool_choice": choice,
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
             "tools": [tool.model_dump() for tool in asked.tools],
             "top_logprobs": asked.top_logprobs,
             "top_p": asked.top_p,
@@ -217,7 +214,7 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
             "cache_write_tokens": 0,
         },
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": dict(usage["completion_tokens_details"]),
         "total_tokens": usage["total_tokens"],
     }
 
@@ -228,17 +225,10 @@ def plan_response(
     """The fields of a body and the plan of the chat that it stands for.
 
     Raises:
-        ApiError: 400 or 404.
+        ApiError: 400, 404 or 413.
     """
     fields = parse_body(ResponsesRequest, body)
-    try:
-        return fields, plan_chat_fields(models, validated(ChatRequest, fields.for_chat()), settings)
-    except ApiError as error:
-        if error.param is None:
-            raise
-        head, dot, rest = error.param.partition(".")
-        error.param = FIELD_NAMES.get(head, head) + dot + rest
-        raise
+    return fields, plan_chat_fields(models, fields.for_chat(), settings)
 
 
 async def create_response(service: Service, request: Request, body: bytes) -> Response:

@@ -20,7 +20,7 @@ from rayapp.api.choices import ClientGone
 from rayapp.api.completions import create_completion
 from rayapp.api.errors import ApiError, install_error_handling
 from rayapp.api.openapi import document
-from rayapp.api.resolve import find_model
+from rayapp.api.prompts import find_model
 from rayapp.api.responses import create_response
 from rayapp.api.service import ServedModel, Service
 from rayapp.api.settings import ApiConfig

@@ -6,8 +6,8 @@ nothing of models. Strict throughout: no string is taken for a number, no boolea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -186,6 +186,11 @@ class GenerationFields(Body):
         return None if asked is None else asked.structure()
 
     @property
+    def structure_field(self) -> str:
+        """Where clients say so."""
+        return "response_format" if self.response_format is not None else "structured_outputs"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -194,6 +199,7 @@ class ChatRequest(GenerationFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     refused: ClassVar[Neutral] = NOT_SERVED_CHAT
+    messages_field: ClassVar[str] = "messages"  # what clients call them
 
     messages: Annotated[list[Message], BeforeValidator(read_messages)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -207,7 +213,7 @@ class ChatRequest(GenerationFields, TemplateFields):
     def _check_fields(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise refuse(f"top_logprobs ({self.top_logprobs}) needs logprobs: true", "top_logprobs")
-        check_tools(self.tools, self.tool_choice)
+        check_tools([tool.function.name for tool in self.tools], self.tool_choice, "function", "name")
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise refuse(
@@ -274,19 +280,10 @@ def parse_body(kind: type[Fields], body: bytes) -> Fields:
             fields[field] = value
         elif not is_neutral(value, kind.refused[field]):
             raise invalid_request(not_served(field, value, kind.refused[field]), field, "unsupported_value")
-    return validated(kind, fields)
-
-
-def validated(kind: type[Fields], fields: dict[str, Any]) -> Fields:
-    """The same of fields that are all served.
-
-    Raises:
-        ApiError: 400, with `param` set where one field is at fault.
-    """
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _as_api_error(error, list(kind.model_fields)) from None
+        raise _as_api_error(error, kind) from None
 
 
 def _json_kind(value: Any) -> str:
@@ -294,19 +291,48 @@ def _json_kind(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
-def _as_api_error(error: ValidationError, known: list[str]) -> ApiError:
+def _as_api_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     """The first fault, unknown fields before the rest: a misspelt name is why another field is missing."""
     faults = error.errors(include_url=False)
+    # An object is not meant to be one of the words that could stand in its place.
+    faults = [one for one in faults if one["type"] != "literal_error" or type(one["input"]) is not dict] or faults
     fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
     context = fault.get("ctx", {})
-    at = [*fault["loc"], *context.get("at", ())]
+    unknown = fault["type"] == "extra_forbidden"
+    path, known = _path(kind, fault["loc"], unknown)
+    at = [*path, *context.get("at", ())]
     param = ".".join(str(step) for step in at) or None
-    if fault["type"] == "extra_forbidden":
-        siblings = known if len(at) == 1 else list(StreamOptions.model_fields)
-        return invalid_request(f"unknown field {param!r}{nearest(str(at[-1]), siblings)}", param, "unknown_field")
+    if unknown:
+        return invalid_request(f"unknown field {param!r}{nearest(str(at[-1]), known)}", param, "unknown_field")
     if fault["type"] == "missing":
         return invalid_request(f"{param!r} is missing", param, "missing_field")
     if fault["type"] == "refused":
         return invalid_request(f"{param}: {context['text']}" if len(at) > 1 else context["text"], param)
     reason = "must be an object" if fault["type"] == "model_type" else fault["msg"].lower()
     return invalid_request(f"{param}: {reason}, not {shown(fault['input'])}", param)
+
+
+def _path(kind: type[BaseModel], loc: Sequence[str | int], unknown: bool) -> tuple[list[str | int], list[str]]:
+    """Where a fault is, without pydantic's names of a union's members, and the fields that there are at that place.
+
+    Args:
+        unknown: the last step is no field.
+    """
+    path: list[str | int] = []
+    known: list[str] = []
+    here: type[BaseModel] | None = kind
+    for number, step in enumerate(loc, 1):
+        fields = {} if here is None else {info.alias or name: info for name, info in here.model_fields.items()}
+        if isinstance(step, int) or step in fields or here is None or (unknown and number == len(loc)):
+            path.append(step)
+        if isinstance(step, str) and fields:
+            known = list(fields)
+            here = _model_in(fields[step].annotation) if step in fields else here
+    return path, known
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model that a type is or holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for one in get_args(annotation) if (found := _model_in(one))), None)

@@ -44,6 +44,8 @@ class RequestSettings(StrictModel):
 
     Attributes:
         max_body_bytes: a longer body is refused.
+        max_text_length: characters that one request may have tokenized, all its prompts together; a million of them
+            take about half a second.
         max_prompt_tokens: a longer prompt is refused; None: the model's context is the limit.
         max_completion_tokens: a larger limit of a request is cut to it, as it is to the context; None: no other limit.
         max_requests_per_key: requests that one key may have in one Router process at a time; None: any number.
@@ -51,6 +53,7 @@ class RequestSettings(StrictModel):
     """
 
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    max_text_length: int = Field(default=4 * 2**20, ge=1)
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     max_requests_per_key: int | None = Field(default=None, ge=1)

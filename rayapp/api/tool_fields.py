@@ -5,8 +5,10 @@ The models are part of `schemas`; `wanted_reply` is called by `resolve`. Knows n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from rayapp.api.errors import invalid_request
 from rayapp.api.refusals import refuse, shown
 from rayapp.api.service import ServedModel
-from rayapp.text.reasoning import MARKERS, ReasoningParser, opens_thinking
+from rayapp.text.reasoning import MARKERS, ReasoningCount, ReasoningParser, opens_thinking
 from rayapp.text.reply import ReplyParser
 from rayapp.text.tools import FORMATS, after_thinking, forced_structure, function_names, tool_parser
 
@@ -26,8 +28,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+SchemaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
 class Function(Strict):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -48,7 +54,7 @@ class NamedTool(Strict):
 
 
 class JsonSchema(Strict):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: SchemaName
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -73,10 +79,23 @@ class ResponseFormat(Strict):
         return {"kind": "json_schema", "value": self.json_schema.schema_}
 
 
+def _schema(value: Any) -> Any:
+    """A JSON schema, or the text of one."""
+    if not isinstance(value, str):
+        return value
+    try:
+        schema = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"the text is not valid JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise refuse(f"the text must hold an object, which a JSON schema is, not {shown(schema)}")
+    return schema
+
+
 class StructuredOutputs(Strict):
     """One of these."""
 
-    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    json_: Annotated[dict[str, Any] | None, BeforeValidator(_schema), Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -111,18 +130,21 @@ def _tool_choice(value: Any) -> Any:
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_tool_choice)]
 
 
-def check_tools(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> None:
+def check_tools(names: Sequence[str], choice: str | NamedTool | None, *name_at: str) -> None:
     """A validator of the fields together.
+
+    Args:
+        names: of the tools.
+        name_at: where in a tool its name stands.
 
     Raises:
         PydanticCustomError: they do not fit.
     """
-    names = [tool.function.name for tool in tools or ()]
     if len(names) > MAX_TOOLS:
         raise refuse(f"there are {len(names)} tools; {MAX_TOOLS} are the most", "tools")
     for position, name in enumerate(names):
         if name in names[:position]:
-            raise refuse(f"two tools are called {name!r}", "tools", position, "function", "name")
+            raise refuse(f"two tools are called {name!r}", "tools", position, *name_at)
     if choice in (None, "none", "auto"):
         return
     if not names:
@@ -140,12 +162,14 @@ class Reply:
         structure: what the text must be.
         shown_ids: special tokens that the parser must see.
         one_call: the answer ends with its first call.
+        counter: counts the tokens of a generation's reasoning; None where there is none.
     """
 
     parser: Callable[[], ReplyParser] | None = None
     structure: Structure | None = None
     shown_ids: tuple[int, ...] = ()
     one_call: bool = False
+    counter: Callable[[], ReasoningCount] | None = None
 
 
 ALL_CONTENT = Reply()
@@ -163,6 +187,7 @@ def wanted_reply(
 
     Args:
         tools: those that the model may call: none with tool_choice "none".
+        structure: what an answer that is no call must be.
 
     Raises:
         ApiError: 400: this model cannot.
@@ -174,26 +199,22 @@ def wanted_reply(
             f"({', '.join(FORMATS)}); if it is one of these, set tool_parser of the model",
             "tools",
         )
-    if tools and structure is not None:
-        raise invalid_request("response_format cannot be asked for together with tools", "response_format")
     inside = model.reasons and opens_thinking(prompt)
     markers = [*(MARKERS if model.reasons else ()), *(FORMATS[format_name].markers if tools and format_name else ())]
     tokens = model.tokenizer.ids_of(markers)
-    if tools and format_name and choice not in (None, "auto"):
+    forced = choice not in (None, "auto")
+    if tools and format_name and (forced or structure is not None):
         name = choice.function.name if isinstance(choice, NamedTool) else "required"
         named = [tool for tool in tools if name in ("required", tool["function"]["name"])]
         try:
             structure = forced_structure(
                 format_name, named, "required", tokens=tokens, thinking=inside,
-                parallel=parallel and name == "required",
+                parallel=parallel and name == "required", answer=None if forced else structure,
             )  # fmt: skip
         except ValueError as error:
             raise invalid_request(f"tools: {error}", "tools") from None
     elif structure is not None and inside:
-        try:
-            structure = after_thinking(structure, tokens)
-        except ValueError as error:
-            raise invalid_request(f"structured_outputs: {error}", "structured_outputs") from None
+        structure = after_thinking(structure, tokens)
     functions = function_names(tools)
 
     def parser() -> ReplyParser:
@@ -202,6 +223,11 @@ def wanted_reply(
             tool_parser(format_name, functions) if tools and format_name else None,
         )
 
+    shown_ids = tuple(tokens.values())
     return Reply(
-        parser if tools or model.reasons else None, structure, tuple(tokens.values()), bool(tools) and not parallel
+        parser if tools or model.reasons else None,
+        structure,
+        shown_ids,
+        one_call=bool(tools) and not parallel,
+        counter=partial(ReasoningCount, model.tokenizer, shown_ids, inside) if model.reasons else None,
     )

@@ -5,11 +5,13 @@ The first parser over a generation's text, see `rayapp.text.reply`. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from rayapp.text.detokenizer import Detokenizer
 from rayapp.text.machine import TextMachine
 from rayapp.text.markers import Markers
 from rayapp.text.pieces import Content, Piece, Reasoning
+from rayapp.text.tokenizer import Tokenizer
 
 BEGIN, END = "<think>", "</think>"
 
@@ -47,7 +49,18 @@ class ReasoningParser(TextMachine):
     def __init__(self, inside: bool = False) -> None:
         super().__init__(self._opening)
         self._inside = inside
+        self._has_block = False
         self._blank: list[str] = []
+
+    @property
+    def opened(self) -> bool:
+        """The answer has a block, as far as is known."""
+        return self._inside or self._has_block
+
+    @property
+    def decided(self) -> bool:
+        """What comes now is content: the block has ended, or there is none."""
+        return self._state in (self._thought, self._content)
 
     def finish(self) -> list[Piece]:
         """The text ends here: what was held."""
@@ -66,6 +79,7 @@ class ReasoningParser(TextMachine):
         if begun is None:
             return None
         if begun > at or self._inside:
+            self._has_block = True
             self._state = self._think_begun
             return begun
         self._out.append(Content("".join(self._blank) + text[at:]))
@@ -97,6 +111,34 @@ class ReasoningParser(TextMachine):
     def _content(self, text: str, at: int) -> int:
         self._out.append(Content(text[at:]))
         return len(text)
+
+
+class ReasoningCount:
+    """How many of an answer's tokens are of its block, markers included.
+
+    Args:
+        shown: special tokens that show in the text, as for `Detokenizer`.
+        inside: as for `ReasoningParser`.
+
+    Attributes:
+        tokens: so many so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int], inside: bool) -> None:
+        self.tokens = 0
+        self._detokenizer = Detokenizer(tokenizer, shown=shown)
+        self._parser = ReasoningParser(inside)
+        self._seen = 0
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """The next tokens. Costs nothing once the block has ended."""
+        for token_id in token_ids:
+            if self._parser.decided:
+                return
+            self._seen += 1
+            self._parser.push(self._detokenizer.push([token_id]))
+            if self._parser.opened:
+                self.tokens = self._seen
 
 
 def _skip_blank(text: str, at: int) -> int:

@@ -55,5 +55,5 @@ class ChatTemplate:
                 list(messages), **{"add_generation_prompt": True} | options, chat_template=source, tokenize=False
             )
         except Exception as error:  # a template is a program: what it may raise is not for us to say
-            raise TemplateRefused(f"the model's chat template refuses these messages: {error}") from error
+            raise TemplateRefused(f"the model's chat template refuses this conversation: {error}") from error
         return str(rendered)

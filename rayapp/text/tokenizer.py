@@ -15,6 +15,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from rayapp.text.lengths import LeastTokens
+
 
 def _byte_level_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest is moved to 256 and up."""
@@ -42,6 +44,7 @@ class Tokenizer:
         backend: the `tokenizers` object.
         byte_level: tokens are runs of UTF-8 bytes, see `token_bytes`.
         special_ids: ids that do not show in text unless asked for.
+        least_tokens: a number of tokens that a text has at least, found at once; 0 where nothing is known.
         added_tokens: text -> id of the tokens that were added to the vocabulary, special or not.
     """
 
@@ -55,7 +58,7 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
-        self._longest = max(map(len, self.backend.get_vocab()), default=1)
+        self.least_tokens = LeastTokens(self.backend)
         self._bytes: dict[int, bytes] = dict.fromkeys(self.special_ids, b"")
 
     @classmethod
@@ -89,13 +92,9 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that `text` has at least, found at once; 0 where nothing is known."""
-        return -(-len(text) // self._longest) if self.byte_level else 0
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of ids at once, special tokens left out, nothing tidied."""
-        text: str = self.backend.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids at once, nothing tidied."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def ids_of(self, markers: Iterable[str]) -> dict[str, int]:

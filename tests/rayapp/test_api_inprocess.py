@@ -119,6 +119,7 @@ def test_chat(service: ScriptedService) -> None:
         "completion_tokens": 3,
         "total_tokens": 36,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert body["id"].startswith("chatcmpl-")
     assert (body["object"], body["model"]) == ("chat.completion", "smol")
@@ -152,6 +153,7 @@ def test_O35_several_prompts_and_choices(service: ScriptedService, stream: bool)
         "completion_tokens": 4 * 3,
         "total_tokens": 14 + 24 + 12,
         "prompt_tokens_details": {"cached_tokens": 2 * 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert [call.index for call in service.calls] == [0, 1, 0, 1]
 
@@ -386,7 +388,7 @@ def test_O34_models(service: ScriptedService) -> None:
 
 def test_chat_without_a_template_or_against_it(service: ScriptedService) -> None:
     assert "no chat template" in refused(chat(service, model="org/warm"))["message"]
-    assert "refuses these messages: no" in refused(chat(service, model="picky"))["message"]
+    assert "refuses this conversation: no" in refused(chat(service, model="picky"))["message"]
 
 
 def test_health(service: ScriptedService) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from engine import __version__
 from rayapp.api.routes import build_api
+from rayapp.api.settings import RequestSettings
+from rayapp.text.tokenizer import Tokenizer
 from tests.rayapp.scripted import ScriptedService
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -92,3 +94,51 @@ def test_probes(service: ScriptedService) -> None:
     assert ask(service, "GET", "/version").json() == {"version": __version__}
     assert ask(service, "GET", "/load").json() == {"server_load": 0}
     assert ask(service, "GET", "/metrics").status_code == 404
+
+
+def test_special_tokens_come_back(service: ScriptedService) -> None:
+    """What was tokenized is what is told, chat templates included."""
+    tokens = ask(service, "POST", "/tokenize", {"model": "smol", "messages": HELLO}).json()["tokens"]
+    text = ask(service, "POST", "/detokenize", {"model": "smol", "tokens": tokens}).json()["prompt"]
+    assert text.startswith("<|im_start|>") and text.endswith("<|im_start|>assistant\n")
+    again = ask(service, "POST", "/tokenize", {"model": "smol", "prompt": text, "add_special_tokens": False}).json()
+    assert again["tokens"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "x " * 51}, "prompt"),
+        ("/tokenize", {"messages": HELLO * 10}, "messages"),
+        ("/v1/completions", {"prompt": "x " * 51}, "prompt"),
+        ("/v1/completions", {"prompt": ["x " * 30, "x " * 30]}, "prompt"),
+        ("/v1/chat/completions", {"messages": HELLO * 10}, "messages"),
+        ("/v1/responses", {"input": "x " * 51}, "input"),
+    ],
+)
+def test_a_text_too_long_to_tokenize(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+) -> None:
+    """It is refused before it is tokenized, and the setting is named."""
+    service.settings = RequestSettings(max_text_length=100)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    answer = ask(service, "POST", path, {"model": "smol"} | body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (413, "text_too_long", param)
+    assert "max_text_length" in error["message"] and "100" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("settings", [{}, {"max_prompt_tokens": 3}])
+def test_a_prompt_that_cannot_fit_is_not_tokenized(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch, path: str, settings: dict[str, int]
+) -> None:
+    service.settings = RequestSettings(**settings)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    text = "x" * (1000 if settings else 30_000)
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "input": text}
+    field = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input"}[path]
+    answer = ask(service, "POST", path, {"model": "smol", field: body[field]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert answer.json()["error"]["param"] == field
+    assert ("max_prompt_tokens" if settings else "256 in all") in answer.json()["error"]["message"]

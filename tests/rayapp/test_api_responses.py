@@ -117,3 +117,26 @@ def test_O33_what_is_not_served_is_named(client: openai.OpenAI, said: Said, fiel
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model="able", input="x", extra_body=fields)
     assert refused.value.param == param
+
+
+def test_reasoning_goes_back_to_templates_that_read_it(
+    client: openai.OpenAI,  # noqa: F811
+    said: Said,  # noqa: F811
+    models: dict[str, ServedModel],
+) -> None:
+    said.text = "<think>It pours there.</think>" + ONE
+    first = client.responses.create(model="able", input="Weather?", tools=[WEATHER])
+    history: Any = [{"role": "user", "content": "Weather?"}]
+    history += [item.model_dump() for item in first.output]
+    call: Any = first.output[1]
+    history += [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
+    client.responses.create(model="able", input=history, tools=[WEATHER])
+    assert "[It pours there.]" in prompt_of(said, models)
+
+
+def test_effort_none_asks_for_nothing(client: openai.OpenAI, said: Said) -> None:  # noqa: F811
+    said.text = "It rains."
+    effort: Any = {"effort": "none", "summary": None}
+    assert client.responses.create(model="able", input="x", reasoning=effort).output_text == "It rains."
+    with pytest.raises(openai.BadRequestError, match="may be left out or be"):
+        client.responses.create(model="able", input="x", reasoning={"effort": "high"})

@@ -113,3 +113,35 @@ def test_O33_what_cannot_be_kept_to_is_refused(client: openai.OpenAI, structure:
     with pytest.raises(openai.BadRequestError, match=words) as refused:
         said(client, extra_body={"structured_outputs": structure})
     assert refused.value.param == "structured_outputs"
+
+
+def test_tools_and_a_form_together(client: openai.OpenAI, smol_tokenizer: Any) -> None:
+    """With `auto` an answer is calls, or a text of that form, and both come; with `none` the form; forced, calls."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    kinds: dict[str, set[str]] = {}
+    (begins_a_call,) = smol_tokenizer.encode("<")
+    for choice in ("auto", "none", "required"):
+        for seed in range(4):
+            (said,) = client.chat.completions.create(
+                model="tiny", messages=ASK, tools=[WEATHER], tool_choice=choice,  # type: ignore[arg-type]
+                response_format=form, max_tokens=400, temperature=1, seed=seed, parallel_tool_calls=False,
+                logit_bias={str(begins_a_call): 20 if seed % 2 else 0},
+            ).choices  # fmt: skip
+            calls: Any = said.message.tool_calls or []
+            kinds.setdefault(choice, set()).add("calls" if calls else "text")
+            assert said.finish_reason == ("tool_calls" if calls else "stop")
+            assert not (calls and said.message.content)
+            for written in [call.function.arguments for call in calls] or [said.message.content]:
+                jsonschema.validate(json.loads(written), SCHEMA)
+    assert kinds == {"auto": {"calls", "text"}, "none": {"text"}, "required": {"calls"}}
+
+
+def test_what_cannot_be_kept_to_beside_tools_is_refused(client: openai.OpenAI) -> None:
+    for structure, tool, param in [
+        ({"regex": "("}, WEATHER, "structured_outputs"),
+        ({"regex": "a"}, {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}, "tools"),
+        ({"regex": "a"}, {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/no"}}}, "tools"),
+    ]:
+        with pytest.raises(openai.BadRequestError) as refused:
+            said(client, tools=[tool], extra_body={"structured_outputs": structure})
+        assert refused.value.param == param

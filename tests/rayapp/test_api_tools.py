@@ -19,7 +19,8 @@ from tests.rayapp.scripted import Call, ScriptedService
 
 TEMPLATE = (
     "{%- if tools %}Tools: {{ tools | tojson }}\n{% endif -%}"
-    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
     "{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor -%}"
     "<|im_end|>\n{% endfor -%}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if thinking %}<think>\n{% endif %}{% endif -%}"
@@ -139,6 +140,32 @@ def test_calls_and_results_go_back_into_the_prompt(
     assert "<tool_call>Paris</tool_call>" in prompt_of(said, models)
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_goes_back_to_templates_that_read_it(
+    client: openai.OpenAI, said: Said, models: dict[str, ServedModel], field: str
+) -> None:
+    said.text = "Rain."
+    history: Any = [*ASK, {"role": "assistant", "content": "Rain.", field: "Hmm, rain?"}, *ASK]
+    client.chat.completions.create(model="able", messages=history)
+    assert "[Hmm, rain?]Rain." in prompt_of(said, models)
+    client.chat.completions.create(model="smol", messages=history)  # its template knows of none
+    assert "Hmm" not in prompt_of(said, models) and "Rain." in prompt_of(said, models)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "x", "reasoning": "y"}, "messages.0.reasoning"),
+        ({"role": "assistant", "content": "x", "reasoning_content": 5}, "messages.0.reasoning_content"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "a", "reasoning": "b"}, "messages.0.reasoning"),
+    ],
+)
+def test_O33_reasoning_out_of_place(client: openai.OpenAI, said: Said, message: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="able", messages=[message])
+    assert refused.value.param == param
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_reasoning_is_told_apart(client: openai.OpenAI, said: Said, stream: bool, inside: bool) -> None:
@@ -168,12 +195,14 @@ def test_reasoning_is_told_apart(client: openai.OpenAI, said: Said, stream: bool
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
         ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
@@ -195,3 +224,43 @@ def test_parse_asks_for_its_schema(client: openai.OpenAI, said: Said) -> None:
     assert answer.choices[0].message.parsed == Weather(city="Paris", degrees=7)
     structure = said.calls[-1].sampling.structure
     assert structure is not None and structure["value"]["properties"].keys() == {"city", "degrees"}
+
+
+def test_a_schema_may_be_text(client: openai.OpenAI, said: Said) -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    said.text = "{}"
+    for given in (schema, json.dumps(schema)):
+        client.chat.completions.create(model="smol", messages=ASK, extra_body={"structured_outputs": {"json": given}})
+        assert said.calls[-1].sampling.structure == {"kind": "json_schema", "value": schema}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_thoughts_are_told_apart(models: dict[str, ServedModel], stream: bool) -> None:
+    """In chat and in responses, added up over the choices; without thoughts it is 0."""
+    tokenizer = models["smol"].tokenizer
+    texts = ["<think>Hmm, rain?</think>\n\nIt rains.", "It rains.", "<think>Hmm"]
+    ids = [tokenizer.encode(text) for text in texts]
+    thought = [len(tokenizer.encode("<think>Hmm, rain?</think>")), 0, len(ids[2])]
+
+    async def script(call: Call) -> AsyncIterator[Chunk]:
+        given, text = ids[call.index], texts[call.index]
+        for start in range(0, len(given), 3):
+            piece = given[start : start + 3]
+            yield Chunk(tokenizer.decode(piece), piece, None, start + len(piece), len(call.prompt_ids), 0)
+        yield Chunk("", [], "stop" if text.endswith(".") else "length", len(given) + 1, len(call.prompt_ids), 0)
+
+    able = replace(models["smol"], name="able", reasons=True)
+    with serving(ScriptedService({"able": able}, script=script)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=wait_limit(30))
+        for n in (1, 2, 3):
+            fields: Any = {"model": "able", "messages": ASK, "n": n}
+            if stream:
+                chunks = client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **fields)
+                usage: Any = list(chunks)[-1].usage
+            else:
+                usage = client.chat.completions.create(**fields).usage
+            assert usage.completion_tokens_details.reasoning_tokens == sum(thought[:n])
+        response: Any = client.responses.create(model="able", input="x", stream=stream)
+        if stream:
+            response = list(response)[-1].response
+        assert response.usage.output_tokens_details.reasoning_tokens == thought[0]

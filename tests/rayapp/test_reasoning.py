@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from rayapp.text.pieces import Content, Piece, Reasoning, ToolArguments, ToolStart, collected, merged
-from rayapp.text.reasoning import ReasoningParser, opens_thinking, reasons
+from rayapp.text.reasoning import ReasoningCount, ReasoningParser, opens_thinking, reasons
 from rayapp.text.reply import ReplyParser
+from rayapp.text.tokenizer import Tokenizer
 from rayapp.text.tools import tool_parser
 
 fragments = st.lists(
@@ -96,3 +99,36 @@ def test_calls_come_after_thoughts() -> None:
         "Sure.",
         "{}",
     )
+
+
+@pytest.fixture(scope="module")
+def smol_text(smol_path: Path) -> Tokenizer:
+    return Tokenizer.load(smol_path)
+
+
+def counted_by_definition(tokenizer: Tokenizer, ids: list[int], inside: bool) -> int:
+    """The fewest tokens whose text has the block's end; all of them where it has no end."""
+    for count in range(len(ids) + 1):
+        text = tokenizer.decode(ids[:count])
+        if (inside or text.lstrip().startswith("<think>")) and "</think>" in text:
+            return count
+    return len(ids) if inside or tokenizer.decode(ids).lstrip().startswith("<think>") else 0
+
+
+@given(fragments, st.booleans(), st.integers(1, 5))
+def test_tokens_of_thoughts_are_counted(smol_text: Tokenizer, parts: list[str], inside: bool, step: int) -> None:
+    ids = smol_text.encode("".join(parts))
+    count = ReasoningCount(smol_text, (), inside)
+    for start in range(0, len(ids), step):
+        count.push(ids[start : start + step])
+    assert count.tokens == counted_by_definition(smol_text, ids, inside)
+
+
+def test_a_marker_that_is_a_special_token_ends_the_count(smol_path: Path) -> None:
+    fast = PreTrainedTokenizerFast.from_pretrained(smol_path)
+    fast.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    tokenizer = Tokenizer(fast)
+    (marker,) = tokenizer.ids_of(["</think>"]).values()
+    count = ReasoningCount(tokenizer, (marker,), inside=True)
+    count.push([*tokenizer.encode("a b"), marker, *tokenizer.encode(" c d")])
+    assert count.tokens == 3

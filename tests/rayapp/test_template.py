@@ -47,7 +47,7 @@ def test_O31_every_message_is_in_the_prompt(template: ChatTemplate) -> None:
 
 def test_a_template_may_refuse(smol_text: Tokenizer) -> None:
     picky = ChatTemplate(smol_text, "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(TemplateRefused, match="refuses these messages: roles must alternate"):
+    with pytest.raises(TemplateRefused, match="refuses this conversation: roles must alternate"):
         picky.render(SAY_HI)
 
 

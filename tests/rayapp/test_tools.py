@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayapp.grammar_text import grammar_text
 from rayapp.text.detokenizer import Detokenizer
 from rayapp.text.pieces import Content, Piece, ToolArguments, ToolStart, collected, merged
 from rayapp.text.reasoning import ReasoningParser
@@ -24,6 +25,7 @@ from rayapp.text.template import ChatTemplate
 from rayapp.text.tokenizer import Tokenizer
 from rayapp.text.tools import (
     FORMATS,
+    after_thinking,
     calls_for_template,
     forced_structure,
     function_names,
@@ -462,8 +464,9 @@ class Writer:
         from llguidance import LLMatcher
 
         assert structure["kind"] == "marked_grammar"
-        assert not LLMatcher.validate_grammar(structure["value"], self.backend)
-        matcher, chosen = LLMatcher(self.backend, structure["value"]), random.Random(seed)
+        grammar = grammar_text(structure)
+        assert not LLMatcher.validate_grammar(grammar, self.backend)
+        matcher, chosen = LLMatcher(self.backend, grammar), random.Random(seed)
         ids = self.tokenizer.encode(begin)
         assert matcher.consume_tokens(ids)
         while not matcher.is_stopped() and not (len(ids) > 60 and matcher.is_accepting()):
@@ -515,6 +518,44 @@ def test_forced_after_thoughts(writer: Writer, format_name: str) -> None:
     reply = collected([*parser.push(text), *parser.finish()])
     assert (reply.reasoning, reply.content) == ("I call.\nSo <b>", "")
     check_calls([(call.name, call.arguments) for call in reply.calls])
+
+
+ANSWERS: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "choice", "value": ["a/b", 'say "c"']}, r'a/b|say "c"'),
+    ({"kind": "regex", "value": r"[0-9]{4}/x\/y"}, r"[0-9]{4}/x/y"),
+    ({"kind": "grammar", "value": 'start: "{" end\nend: "x" | "}"'}, r"\{[x}]"),
+    ({"kind": "json_schema", "value": {"enum": [1, "}"]}}, r'1|"\}"'),
+]
+
+
+@pytest.mark.parametrize(("answer", "pattern"), ANSWERS)
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("format_name", ["hermes", "mistral"])
+def test_calls_or_a_text_of_a_form(
+    writer: Writer, format_name: str, thinking: bool, answer: dict[str, Any], pattern: str
+) -> None:
+    """Either way, behind thoughts or not, and nothing else."""
+    structure = forced_structure(format_name, TOOLS[:2], "required", thinking=thinking, answer=answer)
+    seen = set()
+    for seed in range(6):
+        begin = {"hermes": "<", "mistral": "["}[format_name] if seed % 2 else ""
+        text = writer.text(structure, seed, ("Hm.</think>\n\n" if thinking else "") + begin)
+        parser = ReplyParser(ReasoningParser(thinking), tool_parser(format_name, function_names(TOOLS)))
+        reply = collected([*parser.push(text), *parser.finish()])
+        seen.add(bool(reply.calls))
+        assert reply.reasoning == ("Hm." if thinking else "")
+        if reply.calls:
+            assert not reply.content
+            check_calls([(call.name, call.arguments) for call in reply.calls])
+        else:
+            assert re.fullmatch(pattern, reply.content.strip())
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(("answer", "pattern"), ANSWERS)
+def test_a_form_after_thoughts(writer: Writer, answer: dict[str, Any], pattern: str) -> None:
+    text = writer.text(after_thinking(answer, {}), 3, "So.</think>\n\n")
+    assert re.fullmatch(pattern, text.removeprefix("So.</think>\n\n").strip())
 
 
 def test_forced_markers_that_are_tokens(writer: Writer) -> None:

@@ -1,7 +1,7 @@
 """What makes a model call a function: a grammar whose every text the format's parser reads as calls.
 
-For `tool_choice` "required" or a named function. The grammar is llguidance's dialect of Lark; this module only writes
-it.
+For `tool_choice` "required" or a named function, and for "auto" where what is no call has a structure of its own. The
+grammar is llguidance's dialect of Lark; this module only writes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rayapp.text.tools.formats import FORMATS
 from rayapp.text.tools.requests import NO_PARAMETERS, Tool
 
 Structure = dict[str, Any]
-"""`{"kind": "marked_grammar", "value": text}`: a grammar that may name special tokens, see `rayapp.structured`."""
+"""`{"kind": "marked_grammar", "value": text}`: a grammar that may name special tokens, see `rayapp.grammar_text`. With
+"answer", the structure that its rule `answer` is."""
 
 # As models write JSON in their calls; free white space lets a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -30,6 +31,7 @@ def forced_structure(
     tokens: Mapping[str, int] | None = None,
     parallel: bool = True,
     thinking: bool = False,
+    answer: Mapping[str, Any] | None = None,
 ) -> Structure:
     """The structure of an answer that is nothing but calls.
 
@@ -41,6 +43,7 @@ def forced_structure(
             on the token does not write its letters.
         parallel: False for one call alone.
         thinking: the answer begins inside a `<think>` block: calls follow it.
+        answer: the structure of what may come instead of calls; None: nothing may.
 
     Raises:
         ValueError: no such format or function, or parameters that are not those of an object.
@@ -58,39 +61,32 @@ def forced_structure(
         grammar.rules.append(f"arguments_{number}: %json {json.dumps(_schema(function))}")
     names = [function["name"] for function in functions]
     start = _LAYOUTS[format_name](grammar, names, parallel)
-    if thinking:
-        start = f"{grammar.thoughts()} {start}"
-    return {"kind": "marked_grammar", "value": "\n".join([f"start: {start}", *grammar.rules]) + "\n"}
+    if answer is not None:
+        grammar.rules.append(f"calls: {start}")
+        start = "(calls | answer)"
+    return grammar.structure(start, thinking, answer)
 
 
-def after_thinking(structure: Mapping[str, Any], tokens: Mapping[str, int]) -> Structure:
-    """The same structure behind the end of a `<think>` block that the prompt has opened.
+def after_thinking(answer: Mapping[str, Any], tokens: Mapping[str, int]) -> Structure:
+    """A structure behind the end of a `<think>` block that the prompt has opened.
 
     Args:
         tokens: as for `forced_structure`.
-
-    Raises:
-        ValueError: it is a grammar of the caller's own, which says itself what comes first.
     """
-    kind, value = structure["kind"], structure.get("value")
-    if kind == "grammar":
-        raise ValueError("a grammar is for the whole answer, and this model's answers begin in a <think> block")
-    grammar = _Grammar(tokens)
-    answers = {
-        "json_object": lambda: '%json {"type": "object"}',
-        "json_schema": lambda: f"%json {json.dumps(value)}",
-        "choice": lambda: " | ".join(map(_text, value or ())),
-        "regex": lambda: "/" + str(value).replace("/", "\\/") + "/",
-    }
-    thoughts = grammar.thoughts()
-    rules = [f"start: {thoughts} answer", f"answer: {answers[kind]()}", *grammar.rules]
-    return {"kind": "marked_grammar", "value": "\n".join(rules) + "\n"}
+    return _Grammar(tokens).structure("answer", True, answer)
 
 
 class _Grammar:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
         self.rules: list[str] = []
+
+    def structure(self, start: str, thinking: bool, answer: Mapping[str, Any] | None) -> Structure:
+        """The whole: `start` and the rules, behind thoughts or not."""
+        if thinking:
+            start = f"{self.thoughts()} {start}"
+        text = "\n".join([f"start: {start}", *self.rules]) + "\n"
+        return {"kind": "marked_grammar", "value": text} | ({} if answer is None else {"answer": dict(answer)})
 
     def marker(self, marker: str) -> str:
         return f"<[{self.tokens[marker]}]>" if marker in self.tokens else _text(marker)
