@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.announce import log_to_terminal
 from rayapp.config import ModelConfig
-from rayapp.failures import EngineUnavailable, InvalidRequest, Overloaded
+from rayapp.failures import EngineUnavailable, GenerationFailed, InvalidRequest, Overloaded
 from rayapp.instruments import EngineInstruments
 from rayapp.loading import load_engine
 from rayapp.ranks import Ranks, portable
@@ -63,6 +63,7 @@ class EngineActor:
         self._subscriptions: dict[str, Subscription] = {}
         self._compiler: Compiler | None = None  # once a request is to follow a structure
         self._compiler_lock = threading.Lock()
+        self._compiling: set[str] = set()  # requests whose structure is being compiled: the engine does not know them
         self._instruments: EngineInstruments | None = None  # once requests of callers come
 
     async def start(self) -> dict[str, Any]:
@@ -151,7 +152,9 @@ class EngineActor:
                 self._engine.cancel_request(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a request that nobody reads any more. No effect on one that has ended or is unknown."""
+        """End a request that nobody reads any more; one whose structure is still being compiled does not begin. No
+        effect on one that has ended or is unknown."""
+        self._compiling.discard(request_id)
         self._engine.cancel_request(request_id)
 
     async def health(self) -> dict[str, Any]:
@@ -255,16 +258,27 @@ class EngineActor:
         self._served = 0
 
     async def _with_constraint(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The request, with the constraint that its structure stands for."""
+        """The request, with the constraint that its structure stands for.
+
+        Raises:
+            InvalidRequest: the structure cannot be kept to.
+            GenerationFailed: the request was aborted meanwhile.
+        """
         structure = request.get("structure")
         if structure is None:
             return request
         if self._ranks is not None:
             raise InvalidRequest("structured output is not there with tensor_parallel_size above 1")
+        request_id = request["request_id"]
+        self._compiling.add(request_id)
         try:
             constraint = await asyncio.to_thread(self._constraint, structure)
+            if request_id not in self._compiling:
+                raise GenerationFailed("the request was aborted before it began")
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
+        finally:
+            self._compiling.discard(request_id)
         return request | {"sampling": request["sampling"] | {"constraint": constraint}}
 
     def _constraint(self, structure: dict[str, Any]) -> TokenConstraint:

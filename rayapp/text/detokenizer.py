@@ -8,15 +8,18 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Iterable, Sequence
 
-from tokenizers.decoders import DecodeStream
-
 from rayapp.text.tokenizer import Tokenizer
 
 PROMPT_CONTEXT = 8
 """Prompt tokens that a decoder which is not byte-level sees before the first generated one."""
 
 MAX_PENDING = 8
-"""Tokens without a finished character after which they are taken for rubbish: a character has at most 4 bytes."""
+"""Tokens without a finished character after which they are taken for rubbish."""
+
+MAX_BYTES = 4
+"""Of a character."""
+
+UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
@@ -74,49 +77,49 @@ class _ByteDecoder:
 
 
 class _StreamDecoder:
-    """Any other tokenizer, through `tokenizers.DecodeStream`.
+    """Any other tokenizer: what its decoder says more of the last tokens with the next ones than without.
 
-    DecodeStream decodes all pending tokens again at each step and never gives up on them, so a run that stays
-    without a finished character is cut off here.
+    A run that stays without a finished character is given out from time to time, but for tokens at its end that may
+    still become one.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._context = [i for i in prompt_ids[-4 * PROMPT_CONTEXT :] if i not in tokenizer.special_ids]
-        self._context = self._context[-PROMPT_CONTEXT:]
+        context = [i for i in prompt_ids[-4 * PROMPT_CONTEXT :] if i not in tokenizer.special_ids]
+        self._context = context[-PROMPT_CONTEXT:]  # what was given out last
         self._pending: list[int] = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
 
     def step(self, token_id: int) -> str:
         if token_id in self._tokenizer.special_ids:
             return ""
         self._pending.append(token_id)
-        try:
-            text = self._stream.step(self._tokenizer.backend, token_id)
-        except Exception:  # DecodeStream's only error: the pending tokens changed text that was already given
-            return self._restart()
-        if text is not None:
-            self._context = (self._context + self._pending)[-PROMPT_CONTEXT:]
-            self._pending = []
-            return text
-        return self._restart() if len(self._pending) > MAX_PENDING else ""
+        text = self._text_of(self._pending)
+        if text and not text.endswith(UNFINISHED):
+            return self._give(text, len(self._pending))
+        return self._give_up(text) if len(self._pending) > MAX_PENDING else ""
 
     def interrupt(self) -> str:
         """What was held, before text from elsewhere."""
-        text, self._pending = self._text_of_pending(), []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        text, self._pending = self._text_of(self._pending), []
         return text
 
     def finish(self) -> str:
-        return self._text_of_pending().rstrip("\ufffd")
+        return self._text_of(self._pending).rstrip(UNFINISHED)
 
-    def _restart(self) -> str:
-        text = self._text_of_pending()
-        self._context, self._pending = self._pending[-PROMPT_CONTEXT:], []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+    def _give(self, text: str, count: int) -> str:
+        """That is the text of so many of the pending tokens."""
+        self._context, self._pending = self._pending[:count], self._pending[count:]
         return text
 
-    def _text_of_pending(self) -> str:
+    def _give_up(self, text: str) -> str:
+        """Of a run without a finished character all but what may be the beginning of one."""
+        for count in range(len(self._pending) - 1, len(self._pending) - MAX_BYTES, -1):
+            part = self._text_of(self._pending[:count])
+            if len(part) < len(text) and text.startswith(part):
+                return self._give(part, count)
+        return self._give(text, len(self._pending))
+
+    def _text_of(self, token_ids: list[int]) -> str:
         before = self._tokenizer.decode(self._context)
-        both = self._tokenizer.decode(self._context + self._pending)
-        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode(self._pending)
+        both = self._tokenizer.decode(self._context + token_ids)
+        return both[len(before) :] if both.startswith(before) else self._tokenizer.decode(token_ids)

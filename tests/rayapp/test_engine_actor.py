@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import shutil
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from engine.execution.model_runner import ModelRunner
 from rayapp.config import ModelConfig
 from rayapp.engine_actor import EngineActor, Item, Mailbox
-from rayapp.failures import EngineUnavailable, InvalidRequest
+from rayapp.failures import EngineUnavailable, GenerationFailed, InvalidRequest
 from rayapp.link import wire_request
 from rayapp.migration import Migrating
 from rayapp.scored import ScoredToken
@@ -284,6 +285,43 @@ def test_a_held_call_that_is_cancelled_or_whose_reader_died_is_aborted(
         await until_idle(actor)
         while actor._subscriptions:
             await asyncio.sleep(0.01)
+
+    run(scenario)
+
+
+def test_an_abort_that_overtakes_the_compiler_keeps_the_request_from_beginning(
+    run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr(EngineActor, "_constraint", lambda *_: compiled.wait(wait_limit(30)) and None)
+
+    async def scenario(actor: EngineActor) -> None:
+        added: list[str] = []
+        add = actor._engine.add_request
+        monkeypatch.setattr(
+            actor._engine, "add_request", lambda *a, **k: (added.append(k["request_id"]), add(*a, **k))[1]
+        )
+        requests = [
+            wire_request(PROMPT, {"max_new_tokens": 4}) | {"structure": {"kind": "any"}, "subscriber": "router"}
+            for _ in range(3)
+        ]
+        left, read, kept = (one["request_id"] for one in requests)
+        calls = [
+            asyncio.create_task(actor.attend(requests[0])),
+            asyncio.create_task(collect(actor, requests[1])),
+            asyncio.create_task(collect(actor, requests[2])),
+        ]
+        while len(actor._compiling) < 3:
+            await asyncio.sleep(0.01)
+        await actor.abort(left)
+        await actor.abort(read)
+        compiled.set()
+        for call in calls[:2]:
+            with pytest.raises(GenerationFailed, match="aborted before it began"):
+                await call
+        assert len(tokens_of(await calls[2])) == 4
+        assert added == [kept] and not actor._compiling
+        await until_idle(actor)
 
     run(scenario)
 
