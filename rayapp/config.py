@@ -123,8 +123,8 @@ class ModelConfig(StrictModel):
             The ranks of tensor parallelism share them.
         tensor_parallel_size: processes of one host that share each copy of the model, on cuda with a GPU each; it
             must divide the model's KV heads.
-        tool_parser: the form of the model's tool calls: hermes, llama3_json, pythonic or mistral; "auto" tells it by
-            the chat template; "none": it cannot call tools.
+        tool_parser: the form of the model's tool calls: hermes, llama3_json, pythonic, mistral, qwen3_coder,
+            deepseek_v3 or deepseek_v31; "auto" tells it by the chat template; "none": it cannot call tools.
         reasoning_parser: "think": answers may begin with a <think> block; "auto" tells by the chat template; "none".
         engine: fields of ContinuousBatchingConfig.
         max_ongoing_requests: requests one replica holds; None means 1.25 times what its engine runs at once.
@@ -144,7 +144,9 @@ class ModelConfig(StrictModel):
     num_gpus: float | None = Field(default=None, ge=0)
     num_threads: int | None = Field(default=None, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
-    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "pythonic", "mistral"] = "auto"
+    tool_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31"
+    ] = "auto"
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
     engine: dict[str, Any] = Field(default_factory=dict)
     max_ongoing_requests: int | None = Field(default=None, ge=1)

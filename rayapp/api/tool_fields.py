@@ -18,7 +18,7 @@ from rayapp.api.refusals import refuse, shown
 from rayapp.api.service import ServedModel
 from rayapp.text.reasoning import MARKERS, ReasoningCount, ReasoningParser, opens_thinking
 from rayapp.text.reply import ReplyParser
-from rayapp.text.tools import FORMATS, after_thinking, forced_structure, function_names, tool_parser
+from rayapp.text.tools import FORMATS, after_thinking, forced_structure, functions_of, tool_parser
 
 MAX_TOOLS = 128
 Structure = Mapping[str, Any]
@@ -215,7 +215,7 @@ def wanted_reply(
             raise invalid_request(f"tools: {error}", "tools") from None
     elif structure is not None and inside:
         structure = after_thinking(structure, tokens)
-    functions = function_names(tools)
+    functions = functions_of(tools)
 
     def parser() -> ReplyParser:
         return ReplyParser(

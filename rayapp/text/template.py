@@ -5,10 +5,11 @@ Used by the chat endpoint from worker threads and by Python callers. Knows nothi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayapp.text.tokenizer import Tokenizer
+from rayapp.text.tools.requests import with_written_arguments
 
 Message = dict[str, Any]
 """`role` and `content` (text), and what else the template may read: `name`, `tool_calls`, `tool_call_id`."""
@@ -49,11 +50,18 @@ class ChatTemplate:
         Raises:
             TemplateRefused: the template raised, or failed on these messages.
         """
-        source = self.tool_source if options.get("tools") else self.source
         try:
-            rendered = self._tokenizer.fast.apply_chat_template(
-                list(messages), **{"add_generation_prompt": True} | options, chat_template=source, tokenize=False
-            )
+            try:
+                return self._rendered(messages, options)
+            except TypeError:
+                # Most templates write a call's arguments as JSON themselves; DeepSeek's want them written.
+                return self._rendered(with_written_arguments(messages), options)
         except Exception as error:  # a template is a program: what it may raise is not for us to say
             raise TemplateRefused(f"the model's chat template refuses this conversation: {error}") from error
+
+    def _rendered(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        source = self.tool_source if options.get("tools") else self.source
+        rendered = self._tokenizer.fast.apply_chat_template(
+            list(messages), **{"add_generation_prompt": True} | dict(options), chat_template=source, tokenize=False
+        )
         return str(rendered)

@@ -264,3 +264,26 @@ def test_tokens_of_thoughts_are_told_apart(models: dict[str, ServedModel], strea
         if stream:
             response = list(response)[-1].response
         assert response.usage.output_tokens_details.reasoning_tokens == thought[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_values_in_xml_are_what_the_tool_s_parameters_say(models: dict[str, ServedModel], stream: bool) -> None:
+    said = Said()
+    said.text = (
+        "<tool_call>\n<function=forecast>\n<parameter=city>\n75\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    tool: Any = {"type": "function", "function": {"name": "forecast", "parameters": parameters}}
+    able = replace(models["smol"], name="able", tool_format="qwen3_coder")
+    with serving(ScriptedService({"able": able}, script=said.script)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=wait_limit(30))
+        fields: dict[str, Any] = {"model": "able", "messages": ASK, "tools": [tool]}
+        if stream:
+            with client.chat.completions.stream(**fields) as events:
+                choice: Any = events.get_final_completion().choices[0]
+        else:
+            choice = client.chat.completions.create(**fields).choices[0]
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "forecast" and json.loads(call.function.arguments) == {"city": "75", "days": 3}
+    assert choice.finish_reason == "tool_calls" and not choice.message.content

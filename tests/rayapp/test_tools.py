@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,20 @@ from rayapp.text.tools import (
     after_thinking,
     calls_for_template,
     forced_structure,
-    function_names,
+    functions_of,
     parser_name_for,
     tool_parser,
     tools_for_template,
 )
 from rayapp.text.tools.json_scanner import JsonScanner, json_object
 from rayapp.text.tools.python_scanner import MAX_DEPTH, PythonScanner
+from rayapp.text.tools.value_types import type_of
 
 KNOWN = ["f", "get_weather"]
 LONGEST_MARKER = 20
 
 
-def feed(format_name: str, pieces: Sequence[str], known: Sequence[str] = KNOWN) -> list[Piece]:
+def feed(format_name: str, pieces: Sequence[str], known: Collection[str] = KNOWN) -> list[Piece]:
     numbers = itertools.count()
     parser = tool_parser(format_name, known, lambda: f"id{next(numbers)}")
     found: list[Piece] = []
@@ -50,7 +51,7 @@ def feed(format_name: str, pieces: Sequence[str], known: Sequence[str] = KNOWN) 
     return merged([*found, *parser.finish()])
 
 
-def summary(format_name: str, text: str, known: Sequence[str] = KNOWN) -> tuple[str, list[tuple[str, str]]]:
+def summary(format_name: str, text: str, known: Collection[str] = KNOWN) -> tuple[str, list[tuple[str, str]]]:
     """Content, and name and arguments of each call; the same in one piece and character by character."""
     pieces = feed(format_name, [text], known)
     assert feed(format_name, list(text), known) == pieces
@@ -161,6 +162,50 @@ MISTRAL = [
     ("[TOOL_CALLS]" + "f" * 300 + "[ARGS]{}", None, []),
     ("[1, 2] [TOOL", None, []),
 ]  # fmt: skip
+CODER = [
+    ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx \"y\"\n z\n</parameter>\n"
+     "</function>\n</tool_call>", "", [("f", '{"a": "1", "b": "x \\"y\\"\\n z"}')]),
+    ("Hi.\n<tool_call><function=f></function></tool_call> Bye", "Hi.\n Bye", [F]),
+    ("<tool_call><function=f></function></tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>", "",
+     [F, ("g", "{}")]),
+    ("<tool_call><function=f></function><function=g></function></tool_call>", "", [F, ("g", "{}")]),
+    ("<function=f><parameter=a>你</parameter></function>", "", [("f", '{"a": "你"}')]),  # no block
+    ("<tool_call><function=f><parameter=a></parameter><parameter=b>\n</parameter></function>", "",
+     [("f", '{"a": "", "b": ""}')]),
+    ("<tool_call><function=f><parameter=a>\n\n<b>\n\n</parameter></function>", "", [("f", '{"a": "\\n<b>\\n"}')]),
+    ("<tool_call><function=f><parameter=a>1</parameter></tool_call>x", "x", [("f", '{"a": "1"}')]),  # no </function>
+    ("<tool_call><function=f><parameter=a>1</par", "", [("f", '{"a": "1')]),  # cut
+    ("<tool_call><function=f><parameter=a>1</parameter>\n<par", "", [("f", '{"a": "1"')]),
+    ("<tool_call><function=f><parameter=a>1</parameter> oops</function>", " oops</function>", [("f", '{"a": "1"')]),
+    ("<tool_call><function=f></function> oops", " oops", [F]),
+    ("<tool_call>oops</tool_call>", None, []),
+    ("<tool_call><function=f", None, []),
+    ("<tool_call><function=a\nb>", None, []),
+    ("<function=new></function>", None, []),  # neither marked nor one of the functions
+    ("<tool_call>" + "<function=" + "f" * 300 + ">", None, []),
+    ("a < b, <function, </tool_call> <tool_", None, []),
+]  # fmt: skip
+V3 = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+V3_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+V31_CALL = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+DEEPSEEK = [
+    ("Hi." + V3.format(V3_CALL.format("f", '{"a": 1}') + "\n" + V3_CALL.format("g", "{}")), "Hi.",
+     [("f", '{"a": 1}'), ("g", "{}")]),
+    (V3.format(V31_CALL.format("f", '{"a": "<｜tool▁sep｜>"}') + V31_CALL.format("function", "{}")), "",
+     [("f", '{"a": "<｜tool▁sep｜>"}'), ("function", "{}")]),
+    (V31_CALL.format("f", '{"a":"x\ny"}') + " Bye", " Bye", [("f", '{"a":"x\\ny"}')]),  # no outer markers
+    (V3.format(V31_CALL.format("f", " {} ")) + "Done", "Done", [F]),
+    ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", "", [F]),
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n``", "", [F]),
+    ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "b', "", [("f", '{"a": "b')]),  # cut
+    ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": oops}', "oops}", [("f", '{"a": ')]),  # breaks off
+    ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", None, []),
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```py\n", None, []),
+    ("<｜tool▁call▁begin｜>" + "f" * 300 + "<｜tool▁sep｜>{}", None, []),
+    ("<｜tool▁calls▁begin｜> oops <｜tool▁calls▁end｜>", None, []),
+    ("<｜tool▁call▁begin｜>f<｜tool", None, []),
+    ("<｜tool▁sep｜> <｜tool▁c", None, []),
+]  # fmt: skip
 EXAMPLES = [
     (format_name, *example)
     for format_name, examples in [
@@ -168,6 +213,9 @@ EXAMPLES = [
         ("llama3_json", LLAMA3),
         ("pythonic", PYTHONIC),
         ("mistral", MISTRAL),
+        ("qwen3_coder", CODER),
+        ("deepseek_v3", DEEPSEEK),
+        ("deepseek_v31", DEEPSEEK),
     ]
     for example in examples
 ]
@@ -188,6 +236,8 @@ FRAGMENTS = [
         '"parameters": ',
     ),
     *('{"a": "x', '\\"', "\\", '"', "{", "}", "[", "]", "(", ")", "[f(a=1, b='y')", "f(", "a=", ":", ",", ";", "'"),
+    *("<function=", "<function=f>", "</function>", "<parameter=a>", "</parameter>", ">", "<｜tool▁calls▁begin｜>"),
+    *("<｜tool▁call▁begin｜>f", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```json", "```"),
     *(" ", "\n", "<", "text", "你", "1", "null", "\x00", "\ud800"),
 ]
 documents = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
@@ -239,6 +289,8 @@ def test_what_is_written_is_read_back(data: st.DataObject, calls: list[Any], bef
         "llama3_json": "; ".join(written),
         "mistral": "[TOOL_CALLS][" + ", ".join(written) + "]",
         "pythonic": "[" + ", ".join(as_python(*call) for call in calls) + "]",
+        "deepseek_v3": V3.format("\n".join(V3_CALL.format(name, json.dumps(given, indent=1)) for name, given in calls)),
+        "deepseek_v31": V3.format("".join(V31_CALL.format(name, json.dumps(given)) for name, given in calls)),
     }
     for format_name, text in texts.items():
         content, found = summary(format_name, f"{before}\n{text}\n{after}")
@@ -250,11 +302,71 @@ def test_what_is_written_is_read_back(data: st.DataObject, calls: list[Any], bef
     assert summary("mistral", new_form) == ("", [(name, json.dumps(arguments)) for name, arguments in calls])
 
 
+@given(turns, words, words)
+def test_what_is_written_in_xml_is_read_back(calls: list[Any], before: str, after: str) -> None:
+    """By the schemas, which say what is a string."""
+    known: dict[str, Any] = {}
+    texts = []
+    for number, (_, arguments) in enumerate(calls):
+        kinds = {key: {"type": type_of(value)} for key, value in arguments.items()}
+        known[f"f{number}"] = {"type": "object", "properties": kinds}
+        written = {key: one if isinstance(one, str) else json.dumps(one) for key, one in arguments.items()}
+        parameters = "".join(f"<parameter={key}>\n{one}\n</parameter>\n" for key, one in written.items())
+        texts.append(f"<tool_call>\n<function=f{number}>\n{parameters}</function>\n</tool_call>")
+    content, found = summary("qwen3_coder", f"{before}\n" + "\n".join(texts) + f"\n{after}", known)
+    assert content == f"{before}\n\n{after}"
+    assert [(name, json.loads(arguments)) for name, arguments in found] == [
+        (f"f{number}", arguments) for number, (_, arguments) in enumerate(calls)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", '"12"'),
+        ({"type": "integer"}, " 12\n", "12"),
+        ({"type": "integer"}, "twelve", '"twelve"'),
+        ({"type": "number"}, "12", "12"),
+        ({"type": "number"}, "1e999", "1e999"),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, "nil", '"nil"'),
+        ({"type": "object"}, '{"a": [1, "你"]}', '{"a": [1, "你"]}'),
+        ({"type": "array"}, "[1", '"[1"'),
+        ({"enum": ["1", 2]}, "2", "2"),
+        ({"enum": ["1", "2"]}, "2", '"2"'),
+        ({"const": 5}, "5", "5"),
+        ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/flag"}]}, "false", "false"),
+        ({"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/flag"}]}, "[]", '"[]"'),
+        ({"$ref": "#/$defs/loop"}, "1", "1"),
+        ({"$ref": "elsewhere"}, "1", "1"),
+        ({}, "1", "1"),
+        ({}, "one", '"one"'),
+        ({"type": 5}, "1", "1"),
+        (None, "1", '"1"'),
+    ],
+)
+def test_values_are_what_the_schema_says(schema: Any, text: str, value: str) -> None:
+    root = {"properties": {"x": schema}, "$defs": {"flag": {"type": "boolean"}, "loop": {"$ref": "#/$defs/loop"}}}
+    written = f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>"
+    assert summary("qwen3_coder", written, {"f": root}) == ("", [("f", f'{{"x": {value}}}')])  # type: ignore[arg-type]
+
+
+def test_strings_in_xml_come_as_they_are_written() -> None:
+    parser = tool_parser("qwen3_coder", KNOWN, lambda: "id")
+    text = '<tool_call>\n<function=f>\n<parameter=a>\nx"y'
+    given = [piece for character in text for piece in parser.push(character)]
+    assert given == [ToolStart(0, "id", "f"), *(ToolArguments(0, one) for one in ['{"a": "', "x", '\\"', "y"])]
+
+
 def test_arguments_come_as_they_are_written() -> None:
     for format_name, text in [
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 12}}</tool_call>'),
         ("llama3_json", '{"name": "f", "parameters": {"a": 12}}'),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 12}'),
+        ("deepseek_v3", V3_CALL.format("f", '{"a": 12}')),
+        ("deepseek_v31", V31_CALL.format("f", '{"a": 12}')),
     ]:
         parser = tool_parser(format_name, KNOWN, lambda: "id")
         given = [parser.push(character) for character in text]
@@ -337,9 +449,20 @@ def test_hostile_python_is_content(value: str) -> None:
 def test_hostile_json_is_read(format_name: str) -> None:
     deep = '{"a":' * 20_000 + "1" + "}" * 20_000
     begin = {"hermes": "<tool_call>", "llama3_json": "", "mistral": "[TOOL_CALLS]", "pythonic": "<|python_start|>"}
-    text = f'{begin[format_name]}{{"name": "f", "parameters": {deep}}}'
+    text = f'{begin.get(format_name, "")}{{"name": "f", "parameters": {deep}}}'
+    if format_name.startswith("deepseek"):
+        text = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{deep}"
     reply = collected(feed(format_name, [text]))
-    assert (reply.calls[0].arguments if reply.calls else reply.content) == (text if format_name == "pythonic" else deep)
+    as_content = format_name in ("pythonic", "qwen3_coder")
+    assert (reply.calls[0].arguments if reply.calls else reply.content) == (text if as_content else deep)
+
+
+def test_hostile_values_in_xml_are_strings() -> None:
+    for value in ['{"a":' * 20_000 + "1" + "}" * 20_000, "9" * 10_000, "[" * 100_000]:
+        text = f"<tool_call><function=f><parameter=a>{value}</parameter></function>"
+        parser = tool_parser("qwen3_coder", {"f": {"properties": {"a": {"type": "array"}}}})
+        reply = collected([*parser.push(text), *parser.finish()])
+        assert json.loads(reply.calls[0].arguments) == {"a": value}
 
 
 # --- what the models' templates show -------------------------------------------------------------------------------
@@ -357,7 +480,8 @@ TEMPLATES: list[tuple[str | None, list[str], str | None]] = [
     (QWEN, ["<tool_call>", "</tool_call>"], "hermes"),
     (QWEN + "{%- if '</think>' in message.content %}{% endif %}", ["<tool_call>", "<think>"], "hermes"),
     ("'<tool_call>\\n{\\\"name\\\": f, \\\"arguments\\\": {}}'", [], "hermes"),
-    ("{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' }} \"arguments\"", [], None),  # calls in XML
+    ("{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' }} \"arguments\"", [], "qwen3_coder"),
+    ("{{ '<tool_call>\\n<function=' + name + '>' }} \"arguments\"", [], None),  # calls in XML of another kind
     ("{{ '<tool_call>' + name + '\\n<arg_key>' }}", [], None),
     (
         "{{ '<|start_header_id|>' + role }} Respond as {\"name\": name, \"parameters\": values}."
@@ -372,7 +496,8 @@ TEMPLATES: list[tuple[str | None, list[str], str | None]] = [
     ("{{ bos_token + '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS][' + (call.function | tojson) + ']' }}", [], "mistral"),
     ("{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments }}", ["[ARGS]"], "mistral"),
     ("{{ '[INST]' + message.content + '[/INST]' }}", ["[TOOL_CALLS]"], None),
-    ("{{ '<｜tool▁calls▁begin｜>' }}{{ '<｜Assistant｜><think>\\n' }}", ["<tool_call>", "<think>"], None),
+    ("{{ '<｜tool▁calls▁begin｜>' }}{{ '\\n```json' }}{{ '<｜Assistant｜><think>\\n' }}", [], "deepseek_v3"),
+    ("{{ '<｜tool▁calls▁begin｜>' }}{{ '<｜Assistant｜><think>\\n' }}", ["<tool_call>", "<think>"], "deepseek_v31"),
     (None, ["<tool_call>"], None),
 ]  # fmt: skip
 
@@ -447,6 +572,21 @@ def test_calls_of_the_history_render_as_the_model_writes_them(smol_path: Path) -
     assert [(name, json.loads(arguments)) for name, arguments in found] == [("f", {"a": "你"}), ("f", {})]
 
 
+def test_templates_that_put_arguments_between_texts(smol_path: Path) -> None:
+    """As DeepSeek's do: what goes into the prompt is JSON, which the parser reads."""
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '<｜tool▁call▁begin｜>' + c.type }}"
+        "{{ '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments }}"
+        "\n```<｜tool▁call▁end｜>"
+        "{% endfor %}{% endfor %}"
+    )
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "你"}'}}]
+    rendered = ChatTemplate(Tokenizer.load(smol_path), template).render(
+        [{"role": "assistant", "content": None, "tool_calls": calls_for_template(calls)}]
+    )
+    assert summary("deepseek_v3", rendered) == ("", [("f", '{"a": "你"}')])
+
+
 # --- forced calls --------------------------------------------------------------------------------------------------
 
 
@@ -497,7 +637,7 @@ def test_whatever_is_forced_is_read_as_calls(writer: Writer, format_name: str) -
     structure = forced_structure(format_name, TOOLS[:2], "required")
     several = False
     for seed in range(8):
-        content, calls = summary(format_name, writer.text(structure, seed), function_names(TOOLS))
+        content, calls = summary(format_name, writer.text(structure, seed), functions_of(TOOLS))
         assert content == "" and calls
         check_calls(calls)
         several = several or len(calls) > 1
@@ -505,8 +645,8 @@ def test_whatever_is_forced_is_read_as_calls(writer: Writer, format_name: str) -
     one = forced_structure(format_name, TOOLS[:2], "required", parallel=False)
     named = forced_structure(format_name, TOOLS, "get_weather")
     for seed in range(4):
-        assert len(summary(format_name, writer.text(one, seed), function_names(TOOLS))[1]) == 1
-        _, [(name, _)] = summary(format_name, writer.text(named, seed), function_names(TOOLS))
+        assert len(summary(format_name, writer.text(one, seed), functions_of(TOOLS))[1]) == 1
+        _, [(name, _)] = summary(format_name, writer.text(named, seed), functions_of(TOOLS))
         assert name == "get_weather"
 
 
@@ -514,7 +654,7 @@ def test_whatever_is_forced_is_read_as_calls(writer: Writer, format_name: str) -
 def test_forced_after_thoughts(writer: Writer, format_name: str) -> None:
     structure = forced_structure(format_name, TOOLS[:2], "required", thinking=True)
     text = writer.text(structure, 1, "I call.\nSo <b></think>\n\n")
-    parser = ReplyParser(ReasoningParser(inside=True), tool_parser(format_name, function_names(TOOLS)))
+    parser = ReplyParser(ReasoningParser(inside=True), tool_parser(format_name, functions_of(TOOLS)))
     reply = collected([*parser.push(text), *parser.finish()])
     assert (reply.reasoning, reply.content) == ("I call.\nSo <b>", "")
     check_calls([(call.name, call.arguments) for call in reply.calls])
@@ -540,7 +680,7 @@ def test_calls_or_a_text_of_a_form(
     for seed in range(6):
         begin = {"hermes": "<", "mistral": "["}[format_name] if seed % 2 else ""
         text = writer.text(structure, seed, ("Hm.</think>\n\n" if thinking else "") + begin)
-        parser = ReplyParser(ReasoningParser(thinking), tool_parser(format_name, function_names(TOOLS)))
+        parser = ReplyParser(ReasoningParser(thinking), tool_parser(format_name, functions_of(TOOLS)))
         reply = collected([*parser.push(text), *parser.finish()])
         seen.add(bool(reply.calls))
         assert reply.reasoning == ("Hm." if thinking else "")

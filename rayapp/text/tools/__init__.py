@@ -8,7 +8,7 @@ from __future__ import annotations
 from rayapp.text.tools.forced import after_thinking, forced_structure
 from rayapp.text.tools.formats import FORMATS, parser_name_for, tool_parser
 from rayapp.text.tools.parser import ToolParser, call_id
-from rayapp.text.tools.requests import calls_for_template, function_names, tools_for_template
+from rayapp.text.tools.requests import calls_for_template, functions_of, tools_for_template
 
 __all__ = [
     "FORMATS",
@@ -17,7 +17,7 @@ __all__ = [
     "call_id",
     "calls_for_template",
     "forced_structure",
-    "function_names",
+    "functions_of",
     "parser_name_for",
     "tool_parser",
     "tools_for_template",

@@ -7,17 +7,21 @@ grammar is llguidance's dialect of Lark; this module only writes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rayapp.text.reasoning import END as THINK_END
-from rayapp.text.tools import hermes, mistral
+from rayapp.text.tools import deepseek, hermes, mistral, qwen3_coder
 from rayapp.text.tools.formats import FORMATS
 from rayapp.text.tools.requests import NO_PARAMETERS, Tool
+from rayapp.text.tools.value_types import value_types
 
 Structure = dict[str, Any]
 """`{"kind": "marked_grammar", "value": text}`: a grammar that may name special tokens, see `rayapp.grammar_text`. With
 "answer", the structure that its rule `answer` is."""
+
+LINE_END = "\n"
+Functions = Sequence[Mapping[str, Any]]
 
 # As models write JSON in their calls; free white space lets a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -57,10 +61,7 @@ def forced_structure(
     if not functions:
         raise ValueError(f"tool_choice names {choice!r}, and there is no such function among the tools")
     grammar = _Grammar(tokens or {})
-    for number, function in enumerate(functions):
-        grammar.rules.append(f"arguments_{number}: %json {json.dumps(_schema(function))}")
-    names = [function["name"] for function in functions]
-    start = _LAYOUTS[format_name](grammar, names, parallel)
+    start = _LAYOUTS[format_name](grammar, functions, parallel)
     if answer is not None:
         grammar.rules.append(f"calls: {start}")
         start = "(calls | answer)"
@@ -91,9 +92,12 @@ class _Grammar:
     def marker(self, marker: str) -> str:
         return f"<[{self.tokens[marker]}]>" if marker in self.tokens else _text(marker)
 
-    def calls(self, heads: Sequence[str], tail: str = "") -> str:
-        """One of the functions: what stands before its arguments, they, and what stands after."""
-        options = (f"{head} arguments_{number} {tail}".strip() for number, head in enumerate(heads))
+    def calls(self, functions: Functions, head: Callable[[str], str], tail: str = "") -> str:
+        """One of the functions: what stands before its arguments, by its name, they, and what stands after."""
+        options = []
+        for number, function in enumerate(functions):
+            self.rules.append(f"arguments_{number}: %json {json.dumps(_schema(function))}")
+            options.append(f"{head(function['name'])} arguments_{number} {tail}".strip())
         self.rules.append("call: " + " | ".join(options))
         return "call"
 
@@ -115,38 +119,102 @@ def _repeated(call: str, separator: str, parallel: bool) -> str:
     return f"{call} ({more})*" if parallel else call
 
 
-def _json_heads(names: Sequence[str], key: str) -> list[str]:
-    return [_text(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ') for name in names]
+def _json_head(key: str) -> Callable[[str], str]:
+    return lambda name: _text(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
 
 
-def _hermes(grammar: _Grammar, names: Sequence[str], parallel: bool) -> str:
+def _hermes(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
     begin, end = grammar.marker(hermes.BEGIN), grammar.marker(hermes.END)
-    call = grammar.calls(_json_heads(names, "arguments"), '"}"')
+    call = grammar.calls(functions, _json_head("arguments"), '"}"')
     grammar.rules.append(f'block: {begin} "\\n" {call} "\\n" {end}')
     return _repeated("block", '"\\n"', parallel)
 
 
-def _llama3_json(grammar: _Grammar, names: Sequence[str], parallel: bool) -> str:
-    return _repeated(grammar.calls(_json_heads(names, "parameters"), '"}"'), '"; "', parallel)
+def _llama3_json(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
+    return _repeated(grammar.calls(functions, _json_head("parameters"), '"}"'), '"; "', parallel)
 
 
-def _pythonic(grammar: _Grammar, names: Sequence[str], parallel: bool) -> str:
+def _pythonic(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
     """Arguments as an unpacked dict: so any schema fits, and JSON's own literals may stand in it."""
-    call = grammar.calls([_text(f"{name}(**") for name in names], '")"')
+    call = grammar.calls(functions, lambda name: _text(f"{name}(**"), '")"')
     return f'"[" {_repeated(call, _text(", "), parallel)} "]"'
 
 
-def _mistral(grammar: _Grammar, names: Sequence[str], parallel: bool) -> str:
+def _mistral(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
     """The later form where the vocabulary has its marker, else the list."""
     marker = grammar.marker(mistral.CALLS)
     if mistral.ARGS in grammar.tokens:
-        call = grammar.calls([f"{marker} {_text(name)} {grammar.marker(mistral.ARGS)}" for name in names])
+        call = grammar.calls(functions, lambda name: f"{marker} {_text(name)} {grammar.marker(mistral.ARGS)}")
         return _repeated(call, "", parallel)
-    call = grammar.calls(_json_heads(names, "arguments"), '"}"')
+    call = grammar.calls(functions, _json_head("arguments"), '"}"')
     return f'{marker} "[" {_repeated(call, _text(", "), parallel)} "]"'
 
 
-_LAYOUTS = {"hermes": _hermes, "llama3_json": _llama3_json, "pythonic": _pythonic, "mistral": _mistral}
+def _qwen3_coder(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
+    """Values as they stand in XML; of strings neither patterns nor formats are kept to."""
+    begin, end = grammar.marker(qwen3_coder.BEGIN), grammar.marker(qwen3_coder.END)
+    value_end = f"\n{qwen3_coder.PARAMETER_END}\n"
+    grammar.rules.append(f"text[suffix={_text(value_end)}]: /(.|\\n)*/")
+    calls = []
+    for number, function in enumerate(functions):
+        schema = _schema(function)
+        parts = [_text(f"{qwen3_coder.FUNCTION}{function['name']}>\n")]
+        required = schema.get("required", [])
+        for place, name in enumerate(dict.fromkeys([*schema.get("properties", {}), *required])):
+            rule = f"value_{number}_{place}"
+            grammar.rules.append(f"{rule}: {_xml_value(schema, name, value_end)}")
+            part = f"{_text(qwen3_coder.PARAMETER + name + '>' + LINE_END)} {rule}"
+            parts.append(part if name in required else f"({part})?")
+        calls.append(" ".join([*parts, _text(qwen3_coder.FUNCTION_END)]))
+    grammar.rules += [f"call: {' | '.join(calls)}", f'block: {begin} "\\n" call "\\n" {end}']
+    return _repeated("block", '"\\n"', parallel)
+
+
+def _xml_value(schema: Mapping[str, Any], name: str, end: str) -> str:
+    """What may stand for a parameter, up to the end of its end marker."""
+    types, value = value_types(schema, name), schema.get("properties", {}).get(name)
+    if isinstance(value, dict) and isinstance(value.get("enum"), list):
+        options = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in value["enum"]]
+        return " | ".join(_text(one + end) for one in options)
+    if types == {"string"} and isinstance(value, dict) and value.keys() & {"minLength", "maxLength"}:
+        return f"/[^<]{{{value.get('minLength', 0)},{value.get('maxLength', '')}}}/ {_text(end)}"
+    if "string" in types:
+        return "text"
+    around = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return f"%json {json.dumps({'x-guidance': _JSON_STYLE, **around, **value})} {_text(end)}"
+
+
+def _deepseek_v3(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
+    begin, end = (grammar.marker(one) for one in (deepseek.CALL, deepseek.CALL_END))
+    separator = grammar.marker(deepseek.SEPARATOR)
+    call = grammar.calls(
+        functions,
+        lambda name: f'{begin} "function" {separator} {_text(name + LINE_END + deepseek.FENCE + LINE_END)}',
+        f"{_text(LINE_END + deepseek.FENCE_END)} {end}",
+    )
+    return _deepseek_block(grammar, _repeated(call, '"\\n"', parallel))
+
+
+def _deepseek_v31(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
+    begin, end = (grammar.marker(one) for one in (deepseek.CALL, deepseek.CALL_END))
+    separator = grammar.marker(deepseek.SEPARATOR)
+    call = grammar.calls(functions, lambda name: f"{begin} {_text(name)} {separator}", end)
+    return _deepseek_block(grammar, _repeated(call, "", parallel))
+
+
+def _deepseek_block(grammar: _Grammar, calls: str) -> str:
+    return f"{grammar.marker(deepseek.BEGIN)} {calls} {grammar.marker(deepseek.END)}"
+
+
+_LAYOUTS: dict[str, Callable[[_Grammar, Functions, bool], str]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "pythonic": _pythonic,
+    "mistral": _mistral,
+    "qwen3_coder": _qwen3_coder,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+}
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,17 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
+from rayapp.text.tools.deepseek import BEGIN as DEEPSEEK_BEGIN
+from rayapp.text.tools.deepseek import FENCE, DeepSeekParser
 from rayapp.text.tools.hermes import HermesParser
 from rayapp.text.tools.llama3_json import Llama3JsonParser
 from rayapp.text.tools.mistral import MistralParser
 from rayapp.text.tools.parser import ToolParser
 from rayapp.text.tools.pythonic import PythonicParser
+from rayapp.text.tools.qwen3_coder import FUNCTION, PARAMETER, Qwen3CoderParser
 
 FORMATS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "pythonic": PythonicParser,
     "mistral": MistralParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "deepseek_v3": DeepSeekParser,
+    "deepseek_v31": DeepSeekParser,
 }
 
 _PYTHON_CALL = re.compile(r"\[\s*\w+\(\s*\w+\s*=")
@@ -53,9 +59,13 @@ def parser_name_for(template_source: str | None, added_tokens: Collection[str] =
         return "mistral"
     if "<|tool_call_start|>" in source or _PYTHON_CALL.search(source):
         return "pythonic"
+    if DEEPSEEK_BEGIN in source:
+        return "deepseek_v3" if FENCE in source else "deepseek_v31"
     if "<tool_call>" in source:
-        # Other families write XML or lists between the same markers.
-        return "hermes" if _QUOTED_ARGUMENTS.search(source) and "<function=" not in source else None
+        if FUNCTION in source and PARAMETER in source:
+            return "qwen3_coder"
+        # Other families write lists, or XML of their own, between the same markers.
+        return "hermes" if _QUOTED_ARGUMENTS.search(source) and FUNCTION not in source else None
     if "<|python_tag|>" in source or ("<|start_header_id|>" in source and '"parameters"' in source):
         return "llama3_json"
     if "tools" in source and "<|tool_call_start|>" in added_tokens:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from rayapp.text.machine import State, TextMachine
 from rayapp.text.markers import Markers
@@ -36,8 +37,9 @@ class ToolParser(TextMachine):
     linear. White space with nothing but calls and the ends of the text around it is not content.
 
     Args:
-        names: functions that there are; None or empty: not known. Where a format marks its calls, one of another name
-            is still a call, as with OpenAI; where nothing but its look tells a call, it is content.
+        functions: those that there are, by name with their parameters' schemas, or the names alone; None or empty: not
+            known. Where a format marks its calls, one of another name is still a call, as with OpenAI; where nothing
+            but its look tells a call, it is content.
         new_id: gives each call its id; None: as the format wants them.
     """
 
@@ -46,9 +48,10 @@ class ToolParser(TextMachine):
 
     id_maker: Callable[[], str] = staticmethod(call_id)
 
-    def __init__(self, names: Collection[str] | None = None, new_id: Callable[[], str] | None = None) -> None:
+    def __init__(self, functions: Collection[str] | None = None, new_id: Callable[[], str] | None = None) -> None:
         super().__init__(self._content)
-        self._names = frozenset(names or ())
+        self._names = frozenset(functions or ())
+        self._parameters: Mapping[str, Any] = functions if isinstance(functions, Mapping) else {}
         self._new_id = new_id or self.id_maker
         self._held: list[str] = []  # read, and neither content nor part of a call so far
         self._blank: list[str] = []  # white space since the beginning or the last call

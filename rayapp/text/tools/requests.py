@@ -37,6 +37,22 @@ def calls_for_template(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**call, "function": {**call["function"], "arguments": _read(call["function"])}} for call in calls]
 
 
+def with_written_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for templates that put a call's arguments between texts: as JSON text."""
+    return [
+        {**message, "tool_calls": [_written(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _written(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
 def _read(function: dict[str, Any]) -> Any:
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
@@ -48,6 +64,6 @@ def _read(function: dict[str, Any]) -> Any:
     return read if isinstance(read, dict) else arguments
 
 
-def function_names(tools: Sequence[Tool]) -> list[str]:
-    """What the functions are called, for `ToolParser`."""
-    return [tool["function"]["name"] for tool in tools]
+def functions_of(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """The functions' parameters by their names, for `ToolParser`."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
