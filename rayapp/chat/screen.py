@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import termios
+from collections.abc import Iterator
 
 from rich.console import Console
 
 PROMPT = "> "
+LOCAL_FLAGS = 3  # where termios keeps them
 
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -54,6 +57,22 @@ class Screen:
             sys.stdout.write(visible(text) if self._terminal else text)
             sys.stdout.flush()
         self._open = None if text.endswith("\n") else stream
+
+    @contextlib.contextmanager
+    def keys_kept(self) -> Iterator[None]:
+        """What is typed meanwhile is the next input, also after Ctrl-C, at which a terminal otherwise forgets it."""
+        if not self.interactive:
+            yield
+            return
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+        meanwhile = termios.tcgetattr(keyboard)
+        meanwhile[LOCAL_FLAGS] |= termios.NOFLSH
+        termios.tcsetattr(keyboard, termios.TCSANOW, meanwhile)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(keyboard, termios.TCSANOW, before)
 
     def end_answer(self) -> None:
         """An answer that is not shown on a terminal is followed by one line end, whatever its own end is."""

@@ -127,7 +127,8 @@ class Session:
         turn.attempts += 1
         answer, failure, outcome = Answer(), None, WHOLE
         try:
-            asyncio.run(self._server.answer(request, answer, self._screen.show))
+            with self._screen.keys_kept():
+                asyncio.run(self._server.answer(request, answer, self._screen.show))
         except KeyboardInterrupt:  # the task was cancelled, which has closed the connection
             outcome = WHOLE if answer.finish_reason else STOPPED
         except ServerError as error:

@@ -339,6 +339,54 @@ def test_ctrl_c_in_an_answer_stops_that_answer_alone(service: ScriptedService, u
         assert terminal.interrupt() == 0
 
 
+@pytest.mark.parametrize("ends", ["by itself", "by Ctrl-C"])
+@pytest.mark.parametrize(
+    ("typed", "later", "messages"),
+    [
+        ("Two\rThree\r", "", ["Two", "Three"]),
+        ("Two\rThr", "ee\r", ["Two", "Three"]),  # a line that is begun goes on at the prompt
+        ("Twp\x7fo\r", "", ["Two"]),
+    ],
+    ids=["lines", "begun", "edited"],
+)
+def test_what_is_typed_in_an_answer_is_the_next_input(
+    service: ScriptedService, url: str, typed: str, later: str, messages: list[str], ends: str
+) -> None:
+    goes_on = threading.Event()
+
+    async def script(call: Call) -> AsyncIterator[Chunk]:
+        first = len(service.calls) == 1
+        yield Chunk("begun ", [7], None, 1, 9, 0)
+        while first and not goes_on.is_set():
+            await asyncio.sleep(0.01)
+        yield Chunk("done", [7], "stop", 2, 9, 0)
+
+    service.script = script
+    with Terminal("chat", "--url", url) as terminal:
+        terminal.expect(PROMPT)
+        terminal.send("One\r")
+        terminal.expect("begun ")
+        terminal.send(typed)
+        terminal.expect(typed[:3])  # its echo: the terminal has it
+        if ends == "by itself":
+            goes_on.set()
+        else:
+            terminal.send(CTRL_C)
+        for _ in range(len(messages) - bool(later)):
+            terminal.expect("begun done")
+        terminal.expect(ANSWERED)
+        if later:
+            terminal.send(later)
+            terminal.expect(ANSWERED)
+        said = "begun " if ends == "by Ctrl-C" else "begun done"
+        history = ["One", said]
+        for message in messages:
+            history += [message, "begun done"]
+        assert was_asked(service, *history[:-1])
+        terminal.send(CTRL_D)
+        assert terminal.status() == 0
+
+
 def test_failures_leave_the_chat_going(service: ScriptedService, url: str, tmp_path: Path) -> None:
     with Terminal("chat", "--url", url) as terminal:
         terminal.expect(PROMPT)
