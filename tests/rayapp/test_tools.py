@@ -651,6 +651,27 @@ def test_whatever_is_forced_is_read_as_calls(writer: Writer, format_name: str) -
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
+def test_any_parameters_make_a_grammar_or_a_refusal(format_name: str) -> None:
+    odd: list[Any] = [None, True, -1, "x", [], {}, [{}], {"type": 5}, {"enum": [{}]}, {"$ref": 5}, {"anyOf": [5]}]
+    schemas = [{field: one} for field in ("properties", "required", "$defs", "x") for one in odd]
+    schemas += [{"properties": {"a": one}} for one in odd]
+    schemas += [{"properties": {"a": {"type": "string", key: one}}} for key in ("minLength", "enum") for one in odd]
+    schemas += [{"properties": {name: {"type": "string"}}} for name in ("", "a>b", "a\nb")]
+    made = 0
+    for schema in schemas:
+        tool = {"function": {"name": "f", "parameters": {"type": "object", **schema}}}
+        try:
+            grammar_text(forced_structure(format_name, [tool], "f"))
+            made += 1
+        except ValueError:
+            continue
+        text = "<tool_call><function=f><parameter=a>\n1\n</parameter></function>"
+        parser = tool_parser(format_name, functions_of([tool]))
+        assert collected([*parser.push(text), *parser.finish()])
+    assert made
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
 def test_forced_after_thoughts(writer: Writer, format_name: str) -> None:
     structure = forced_structure(format_name, TOOLS[:2], "required", thinking=True)
     text = writer.text(structure, 1, "I call.\nSo <b></think>\n\n")

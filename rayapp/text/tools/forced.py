@@ -7,6 +7,7 @@ grammar is llguidance's dialect of Lark; this module only writes it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -153,35 +154,40 @@ def _mistral(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
 def _qwen3_coder(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
     """Values as they stand in XML; of strings neither patterns nor formats are kept to."""
     begin, end = grammar.marker(qwen3_coder.BEGIN), grammar.marker(qwen3_coder.END)
-    value_end = f"\n{qwen3_coder.PARAMETER_END}\n"
-    grammar.rules.append(f"text[suffix={_text(value_end)}]: /(.|\\n)*/")
+    grammar.rules.append(f"text[suffix={_text(qwen3_coder.PARAMETER_END)}]: /(.|\\n)*/")
     calls = []
     for number, function in enumerate(functions):
-        schema = _schema(function)
+        schema, required = _schema(function), _required(function)
         parts = [_text(f"{qwen3_coder.FUNCTION}{function['name']}>\n")]
-        required = schema.get("required", [])
         for place, name in enumerate(dict.fromkeys([*schema.get("properties", {}), *required])):
+            if not re.fullmatch(qwen3_coder.NAME, name):
+                raise ValueError(f"function {function['name']!r} has a parameter {name!r}, which XML cannot name")
             rule = f"value_{number}_{place}"
-            grammar.rules.append(f"{rule}: {_xml_value(schema, name, value_end)}")
-            part = f"{_text(qwen3_coder.PARAMETER + name + '>' + LINE_END)} {rule}"
+            grammar.rules.append(f"{rule}: {_xml_value(schema, name)}")
+            part = f"{_text(qwen3_coder.PARAMETER + name + '>' + LINE_END)} {rule} {_text(LINE_END)}"
             parts.append(part if name in required else f"({part})?")
         calls.append(" ".join([*parts, _text(qwen3_coder.FUNCTION_END)]))
     grammar.rules += [f"call: {' | '.join(calls)}", f'block: {begin} "\\n" call "\\n" {end}']
     return _repeated("block", '"\\n"', parallel)
 
 
-def _xml_value(schema: Mapping[str, Any], name: str, end: str) -> str:
-    """What may stand for a parameter, up to the end of its end marker."""
-    types, value = value_types(schema, name), schema.get("properties", {}).get(name)
-    if isinstance(value, dict) and isinstance(value.get("enum"), list):
+def _xml_value(schema: Mapping[str, Any], name: str) -> str:
+    """What may stand for a parameter, and its end marker."""
+    types, value, end = value_types(schema, name), schema.get("properties", {}).get(name), qwen3_coder.PARAMETER_END
+    if not isinstance(value, dict):
+        return "text"
+    if isinstance(value.get("enum"), list):
         options = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in value["enum"]]
-        return " | ".join(_text(one + end) for one in options)
-    if types == {"string"} and isinstance(value, dict) and value.keys() & {"minLength", "maxLength"}:
-        return f"/[^<]{{{value.get('minLength', 0)},{value.get('maxLength', '')}}}/ {_text(end)}"
+        return " | ".join(_text(f"{one}\n{end}") for one in options)
+    least, most = value.get("minLength", 0), value.get("maxLength")
+    if types == {"string"} and (least or most is not None):
+        if not (type(least) is int and (most is None or type(most) is int)):
+            raise ValueError(f"minLength and maxLength of parameter {name!r} must be integers")
+        return f"/[^<]{{{least},{'' if most is None else most}}}/ {_text(LINE_END + end)}"
     if "string" in types:
         return "text"
     around = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return f"%json {json.dumps({'x-guidance': _JSON_STYLE, **around, **value})} {_text(end)}"
+    return f"%json {json.dumps({'x-guidance': _JSON_STYLE, **around, **value})} {_text(LINE_END + end)}"
 
 
 def _deepseek_v3(grammar: _Grammar, functions: Functions, parallel: bool) -> str:
@@ -221,4 +227,13 @@ def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or {**NO_PARAMETERS, "additionalProperties": False}
     if parameters.get("type", "object") != "object":
         raise ValueError(f"the parameters of function {function['name']!r} must be of type object")
+    if not isinstance(parameters.get("properties", {}), dict):
+        raise ValueError(f"the properties of function {function['name']!r} must be an object")
     return {"x-guidance": _JSON_STYLE, **parameters, "type": "object"}
+
+
+def _required(function: Mapping[str, Any]) -> list[str]:
+    required = (function.get("parameters") or {}).get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise ValueError(f"required of function {function['name']!r} must be a list of names")
+    return required

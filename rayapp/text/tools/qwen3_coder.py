@@ -23,7 +23,7 @@ _FUNCTION = Markers(FUNCTION)
 _BETWEEN = Markers(PARAMETER, FUNCTION_END, END)
 _VALUE_ENDS = Markers("\n" + PARAMETER_END, PARAMETER_END)
 _AFTER = Markers(END, FUNCTION)
-_NAME = re.compile(r"[^<>\n]+")
+NAME = re.compile(r"[^<>\n]+")
 
 
 class Qwen3CoderParser(ToolParser):
@@ -73,7 +73,7 @@ class Qwen3CoderParser(ToolParser):
         return self._hold(text, at, end)
 
     def _function_name(self, text: str, at: int) -> int | None:
-        if len(self._name) <= MAX_NAME and (run := _NAME.match(text, at)):
+        if len(self._name) <= MAX_NAME and (run := NAME.match(text, at)):
             return self._hold_name(run)
         if text[at] != ">" or not is_name(self._name) or not (self._is_marked or self._is_function(self._name)):
             return self._not_a_call(at)
@@ -101,7 +101,7 @@ class Qwen3CoderParser(ToolParser):
         return end
 
     def _parameter_name(self, text: str, at: int) -> int | None:
-        if len(self._name) <= MAX_NAME and (run := _NAME.match(text, at)):
+        if len(self._name) <= MAX_NAME and (run := NAME.match(text, at)):
             return self._hold_name(run)
         if text[at] != ">" or not is_name(self._name):
             return self._not_a_call(at)
