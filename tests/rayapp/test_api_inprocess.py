@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 import uvicorn
 
 from rayapp.api.errors import ApiError, invalid_request, overloaded
+from rayapp.api.resolve import plan_completions
 from rayapp.api.routes import build_api
 from rayapp.api.service import Chunk, SamplingFields, ServedModel
 from rayapp.api.settings import RequestSettings
@@ -283,6 +285,22 @@ def test_fields_reach_the_engine(service: ScriptedService) -> None:
     assert fields == SamplingFields(9, 2, True, 0.5, 7, 0.9, 0.1, -5, True, (3, 4))
     assert service.calls[-1].stop == ["x"]
     assert sampling(service, top_k=10**30).top_k == 0
+
+
+def test_fields_of_every_kind_reach_each_prompt_s_generation(service: ScriptedService) -> None:
+    """None is lost to another, and the prompts' own limits are the only difference."""
+    body = {
+        "model": "smol", "prompt": ["a", "a b c"], "max_tokens": 10_000, "echo": True, "logprobs": 2, "timeout": 60,
+        "seed": 5, "structured_outputs": {"regex": "a"}, "stop_token_ids": [3], "priority": 2, "temperature": 0.5,
+    }  # fmt: skip
+    given = plan_completions(service.models, json.dumps(body).encode(), service.settings).sampling
+    assert len({one.deadline for one in given}) == 1 and given[0].deadline is not None
+    assert {one.max_new_tokens for one in given} == {CONTEXT - 1, CONTEXT - 3}
+    assert [replace(one, max_new_tokens=1) for one in given] == [replace(given[0], max_new_tokens=1)] * 2
+    assert (given[0].structure, given[0].logprobs, given[0].top_logprobs, given[0].prompt_logprobs) == (
+        {"kind": "regex", "value": "a"}, True, 2, 2,
+    )  # fmt: skip
+    assert (given[0].seed, given[0].stop_token_ids, given[0].priority, given[0].temperature) == (5, (3,), 2, 0.5)
 
 
 def test_O09_prompts_around_the_context(service: ScriptedService) -> None:
