@@ -15,12 +15,12 @@ from rayapp.api.refusals import nearest, refuse, shown
 from rayapp.text.template import Message
 
 MESSAGE_ROLES = tuple(role for role in ROLES if role != "tool")
-TEXT_PARTS = {
+TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "input_text": (),
     "output_text": ("annotations", "logprobs"),  # of an earlier answer; the model is not shown them again
     "text": (),
-    "reasoning_text": (),
 }
+THOUGHT_PARTS: dict[str, tuple[str, ...]] = {"reasoning_text": (), "text": ()}
 ITEMS = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -104,7 +104,7 @@ def _add(messages: list[Message], kind: str, item: dict[str, Any], thought: str)
 
 def _thought(item: dict[str, Any]) -> str:
     content = item.get("content")
-    return read_content(content, "content", TEXT_PARTS) if content else ""
+    return read_content(content, "content", THOUGHT_PARTS) if content else ""
 
 
 def _text(item: dict[str, Any], field: str, empty: bool = False) -> str:
