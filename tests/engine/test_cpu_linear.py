@@ -19,9 +19,10 @@ from engine.ops.cpu import build, library, linear
 from engine.ops.cpu.library import Op, Step, Tape
 from engine.ops.cpu.linear import PackedWeight, activation_dtype, embed_op, linear_op
 
-# What AVX512-BF16 computes, in portable code.
-TWIN = "-DLANES=16 -DBF16_DOT -Wno-psabi -O1"
-BUILDS = [os.environ["CONVOY_TEST_FLAGS"]] if "CONVOY_TEST_FLAGS" in os.environ else ["", TWIN]
+# What AVX512-BF16 and AMX compute, in portable code.
+TWIN = "-DLANES=16 -DBF16_DOT -DNO_TILES -Wno-psabi -O1"
+TILES_TWIN = "-DLANES=16 -DBF16_DOT -DTILES_TWIN -Wno-psabi -O1"
+BUILDS = [os.environ["CONVOY_TEST_FLAGS"]] if "CONVOY_TEST_FLAGS" in os.environ else ["", TWIN, TILES_TWIN]
 
 DTYPES = [torch.float32, torch.bfloat16]
 WEIGHTS = [(dtype, quantize) for dtype in DTYPES for quantize in (False, True)]

@@ -5,6 +5,7 @@
 
 #include "gemm.h"
 #include "kernels.h"
+#include "tiles.h"
 
 #include <algorithm>
 
@@ -210,26 +211,63 @@ void add_block_in(const Block<Quantized<T>>& b, void* scratch) {
     }
 }
 
+// By tiles, where there are any for these weights, from the first step to the last whole tile: how many steps that is.
+// It does not depend on the rows, whose sums are then made in the same way whatever is beside them.
+template <typename W>
+int64_t add_tiled(const Linear&, const typename W::Activation*, int64_t, const typename W::Stored*, int64_t, int64_t,
+                  Scratch&) {
+    return 0;
+}
+
+#if defined(TILES)
+constexpr int64_t TILED_STEPS = 96;  // of a block: those of two panels, and of the rows, stay in the first-level cache
+
+template <>
+int64_t add_tiled<Plain<Bf16>>(const Linear& op, const Bf16* x, int64_t rows, const Bf16* right, int64_t panel_stride,
+                               int64_t panels, Scratch& scratch) {
+    const int64_t whole = op.weight->inputs / 2 / TILE, stride = panels * PANEL;
+    if (!tiles_allowed() || whole == 0) return 0;
+    const int64_t blocks = rows <= TILE ? 1 : ceil_div(whole * TILE, TILED_STEPS);
+    int64_t shaped = 0;
+    for (int64_t i = 0; i < blocks; i++) {
+        const int64_t begin = whole * i / blocks * TILE, end = whole * (i + 1) / blocks * TILE;
+        for (int64_t panel = 0, count; panel < panels; panel += count) {
+            count = std::min<int64_t>(panels - panel, 2);
+            const auto add = count == 2 ? add_tiles<PANEL, 2> : add_tiles<PANEL, 1>;
+            for (int64_t row = 0; row < rows; row += TILE) {
+                const int64_t height = std::min<int64_t>(rows - row, TILE);
+                if (height != shaped) shape_tiles(TileShapes(shaped = height));
+                add(x + row * op.x_stride + begin * 2, op.x_stride, right + panel * panel_stride + begin * 2 * PANEL,
+                    panel_stride, end - begin, scratch.sums + row * stride + panel * PANEL, stride, i == 0);
+            }
+        }
+    }
+    release_tiles();
+    return whole * TILE;
+}
+#endif
+
 template <typename W>
 void add_up(const Linear& op, const typename W::Activation* x, int64_t rows, int64_t first, int64_t panels,
             Scratch& scratch) {
     constexpr int64_t NUMBERS = W::STEP * PANEL;  // of a step
     constexpr int64_t MOST = BLOCK_BYTES / (NUMBERS * sizeof(typename W::Wide::Stored));
     const int64_t inputs = op.weight->inputs, whole = inputs / W::STEP;
-    const int64_t blocks = rows <= ROWS ? std::min<int64_t>(whole, 1) : ceil_div(whole, MOST);
     const int64_t panel_stride = ceil_div(inputs, W::STEP) * NUMBERS, sums_stride = panels * PANEL;
     const auto* right = (const typename W::Stored*)op.weight->panels + first * panel_stride;
+    const int64_t tiled = add_tiled<W>(op, x, rows, right, panel_stride, panels, scratch), rest = whole - tiled;
+    const int64_t blocks = rows <= ROWS ? std::min<int64_t>(rest, 1) : ceil_div(rest, MOST);
     for (int64_t i = 0; i < blocks; i++) {
-        const int64_t begin = whole * i / blocks, end = whole * (i + 1) / blocks;
+        const int64_t begin = tiled + rest * i / blocks, end = tiled + rest * (i + 1) / blocks;
         add_block_in(Block<W>{x + begin * W::STEP, op.x_stride, rows, right + begin * NUMBERS, panel_stride, panels,
-                              end - begin, scratch.sums, sums_stride, i == 0},
+                              end - begin, scratch.sums, sums_stride, begin == 0},
                      scratch.wide);
     }
     if (whole * W::STEP < inputs) {  // K is odd: the last number, and 0
         typename W::Activation last[BLOCK_ROWS][2] = {};
         for (int64_t r = 0; r < rows; r++) last[r][0] = x[r * op.x_stride + inputs - 1];
         add_block(Block<W>{last[0], 2, rows, right + whole * NUMBERS, panel_stride, panels, 1, scratch.sums,
-                           sums_stride, blocks == 0});
+                           sums_stride, whole == 0});
     }
 }
 
