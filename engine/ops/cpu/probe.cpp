@@ -2,6 +2,7 @@
 
 #include "kernels.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace {
 
@@ -28,11 +29,25 @@ void multiply(const void* arguments, const Step&, Team&) {
     probe.operations = probe.count * SUMS * LANES * Product<T>::STEP * 2;
 }
 
+#if defined(TILES)
+void multiply_tiles(const void* arguments) {
+    Probe& probe = *(Probe*)arguments;
+    shape_tiles(TileShapes(TILE));
+    for_each_tile<RIGHT + 1>([](auto n) { zero_tile<n>(); });
+    for (int64_t i = 0; i < probe.count; i++) for_each_tile<LEFT>([](auto n) { add_tile_product<n>(); });
+    release_tiles();
+    probe.operations = probe.count * LEFT * TILE * TILE * TILE * 2 * 2;
+}
+#endif
+
 }  // namespace
 
 extern "C" void probe_multiply_fp32(const void* a, const Step& step, Team& team) { multiply<float>(a, step, team); }
 
 extern "C" void probe_multiply_bf16(const void* a, const Step& step, Team& team) {
+#if defined(TILES)
+    if (tiles_allowed()) return multiply_tiles(a);
+#endif
 #if defined(BF16_DOT)
     multiply<Bf16>(a, step, team);
 #else
