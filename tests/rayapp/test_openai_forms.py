@@ -116,6 +116,7 @@ def http(models: dict[str, ServedModel], said: Said) -> Iterator[httpx.Client]:
 def sent(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Every object of an answer."""
     response = http.post(path, json={"model": "able"} | body)
+    assert response.status_code == 200, response.text
     if not response.headers["content-type"].startswith("text/event-stream"):
         return [read_json(response.text)]
     data = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
