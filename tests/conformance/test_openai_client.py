@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Annotated, Any
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
+from tests.conftest import wait_limit
 from tests.models import CJK, COUNT, COUNT_TOKENS
 from tests.serving import ServeRun
 
 COUNT_TEXT = " 6, 7, 8, 9, 10,"
 SAY_HI: list[Any] = [{"role": "user", "content": "Say hi."}]
+
+
+class Person(BaseModel):
+    age: Annotated[int, Field(ge=0, le=99)]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,50 @@ def test_completions_with_lists_and_choices(client: openai.OpenAI) -> None:
         for part in chunk.choices:
             streamed[part.index] += part.text
     assert streamed == {choice.index: choice.text for choice in whole.choices}
+
+
+def test_structured_answers_are_parsed(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.parse(model="smol", messages=SAY_HI, temperature=0, response_format=Person)
+    person = whole.choices[0].message.parsed
+    assert isinstance(person, Person)
+    with client.chat.completions.stream(model="smol", messages=SAY_HI, temperature=0, response_format=Person) as events:
+        done = [event.parsed for event in events if event.type == "content.done"]
+    assert done == [person]
+    with client.responses.stream(model="smol", input="Say hi.", temperature=0, text_format=Person) as stream:
+        assert stream.get_final_response().output_parsed == person
+    assert (
+        client.responses.parse(model="smol", input="Say hi.", temperature=0, text_format=Person).output_parsed == person
+    )
+
+
+def test_raw_and_streaming_answers(client: openai.OpenAI) -> None:
+    raw = client.responses.with_raw_response.create(model="smol", input="Say hi.", temperature=0)
+    assert raw.headers["content-type"] == "application/json" and raw.parse().status == "completed"
+    with client.chat.completions.with_streaming_response.create(
+        model="smol", messages=SAY_HI, temperature=0, stream=True
+    ) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in response.parse())
+    assert text == raw.parse().output_text
+
+
+def test_asyncio(client: openai.OpenAI) -> None:
+    async def use() -> None:
+        async with openai.AsyncOpenAI(
+            base_url=client.base_url, api_key="unused", max_retries=0, _strict_response_validation=True
+        ) as aclient:
+
+            async def said() -> str:
+                stream = await aclient.chat.completions.create(
+                    model="smol", messages=SAY_HI, temperature=0, stream=True
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            texts = await asyncio.gather(said(), said(), said())
+            answer = await aclient.responses.create(model="smol", input="Say hi.", temperature=0)
+            assert set(texts) == {answer.output_text}
+
+    asyncio.run(asyncio.wait_for(use(), wait_limit(120)))
 
 
 def test_models(client: openai.OpenAI) -> None:
