@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from schemathesis.specs.openapi.checks import (
 from rayapp.api.openapi import document
 from rayapp.api.routes import build_api
 from rayapp.api.service import ServedModel
+from rayapp.text.template import ChatTemplate
 from tests.rayapp.scripted import ScriptedService
+from tests.rayapp.test_api_tools import TEMPLATE
+from tests.rayapp.test_openai_forms import Said
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))  # for each operation and mode
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -28,7 +32,10 @@ OPERATIONS = [(path, method.upper()) for path, methods in document(["smol"])["pa
 
 @pytest.fixture(scope="module")
 def described(models: dict[str, ServedModel]) -> Any:
-    return schemathesis.openapi.from_asgi("/openapi.json", build_api(ScriptedService(models)))
+    plain = models["smol"]
+    able = replace(plain, template=ChatTemplate(plain.tokenizer, TEMPLATE), tool_format="hermes", reasons=True)
+    service = ScriptedService({"smol": plain, "able": able}, script=Said().script)
+    return schemathesis.openapi.from_asgi("/openapi.json", build_api(service))
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["fits", "does not fit"])
