@@ -30,6 +30,7 @@ class TokenizeRequest(TemplateFields):
 
     refused: ClassVar[Neutral] = {"chat_template": ()}
 
+    model: str | None = None  # type: ignore[assignment]
     prompt: str | None = None
     messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None
     add_special_tokens: Annotated[bool, BeforeValidator(or_default(True))] = True
@@ -39,6 +40,7 @@ class TokenizeRequest(TemplateFields):
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
+    model: str | None = None  # type: ignore[assignment]
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=2**20)]
 
 
@@ -53,7 +55,7 @@ async def tokenize(service: Service, request: Request, body: bytes) -> Response:
 
 def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
     fields = parse_body(TokenizeRequest, body)
-    model = find_model(service.models, fields.model)
+    model = _model(service, fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise invalid_request("give prompt or messages, one of them", "prompt")
     reader = PromptReader(model, service.settings, fits=False)
@@ -75,7 +77,7 @@ async def detokenize(service: Service, request: Request, body: bytes) -> Respons
 
     def text() -> str:
         fields = parse_body(DetokenizeRequest, body)
-        model = find_model(service.models, fields.model)
+        model = _model(service, fields.model)
         try:
             model.tokenizer.check_ids(fields.tokens)
         except ValueError as error:
@@ -86,21 +88,28 @@ async def detokenize(service: Service, request: Request, body: bytes) -> Respons
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """What the tokenizer of `?model=` is; the only model needs no naming.
+    """What the tokenizer of `?model=` is.
 
     Raises:
         ApiError: 400 or 404.
     """
-    name = request.query_params.get("model")
+    return json_response(_tokenizer_facts(_model(service, request.query_params.get("model"))))
+
+
+def _model(service: Service, name: str | None) -> ServedModel:
+    """The model of a name; the only one needs no naming, and some clients never name it.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
     if name is None and len(service.models) > 1:
-        raise invalid_request(f"say which model: ?model= one of {', '.join(service.models)}", "model")
-    model = find_model(service.models, next(iter(service.models)) if name is None else name)
-    return json_response(_tokenizer_facts(model))
+        raise invalid_request(f"say which model: {', '.join(service.models)}", "model")
+    return find_model(service.models, next(iter(service.models)) if name is None else name)
 
 
 def _tokenizer_facts(model: ServedModel) -> dict[str, Any]:
     fast = model.tokenizer.fast
-    return {
+    return {name: getattr(fast, name) for name in ("bos_token", "eos_token", "pad_token")} | {
         "model": model.name,
         "tokenizer_class": type(fast).__name__,
         "vocab_size": model.tokenizer.vocab_size,

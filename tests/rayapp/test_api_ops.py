@@ -83,8 +83,21 @@ def test_tokenizer_info(service: ScriptedService) -> None:
     tokenizer = service.models["smol"].tokenizer
     assert (facts["vocab_size"], facts["max_model_len"]) == (tokenizer.vocab_size, 256)
     assert facts["special_tokens"]["eos_token"] == "<|im_end|>" and "im_start" in facts["chat_template"]
-    assert ask(service, "GET", "/tokenizer_info").json()["error"]["param"] == "model"
+    assert (facts["bos_token"], facts["eos_token"]) == ("<|im_start|>", "<|im_end|>")
     assert ask(service, "GET", "/tokenizer_info?model=org/warm").json()["chat_template"] is None
+
+
+def test_a_model_is_named_where_there_are_several(service: ScriptedService) -> None:
+    calls: list[tuple[str, str, Any]] = [
+        ("GET", "/tokenizer_info", None),
+        ("POST", "/tokenize", {"prompt": "a"}),
+        ("POST", "/detokenize", {"tokens": [5]}),
+    ]
+    for call in calls:
+        answer = ask(service, *call)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    service.models = {"smol": service.models["smol"]}
+    assert [ask(service, *call).status_code for call in calls] == [200, 200, 200]
 
 
 def test_probes(service: ScriptedService) -> None:
