@@ -30,8 +30,8 @@ class Shape(Protocol):
     def opening(self) -> Iterable[bytes]:
         """What a stream begins with."""
 
-    def piece(self, index: int, chunk: Chunk) -> Iterable[bytes]:
-        """What a choice has to say next, its end included."""
+    def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterable[bytes]:
+        """What a choice has to say next, its end included; `usage` so far, where the request asks for it."""
 
     def closing(self, usage: dict[str, Any]) -> Iterable[bytes]:
         """What a stream that went well ends with."""
@@ -91,7 +91,8 @@ async def _events(
             yield event
         async for index, chunk in _chain(begun, rest):
             counts[index].count(chunk)
-            for event in shape.piece(index, chunk):
+            usage = usage_of(plan, counts) if plan.running_usage else None
+            for event in shape.piece(index, chunk, usage):
                 yield event
     for event in shape.closing(usage_of(plan, counts)):
         yield event

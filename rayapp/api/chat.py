@@ -34,7 +34,6 @@ class ChatShape:
         self._plan = plan
         self._tokenizer = tokenizer
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": plan.model}
-        self._tail = {"usage": None} if plan.include_usage else {}
         self._readers: dict[int, Reader] = {}
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -62,26 +61,34 @@ class ChatShape:
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self._plan.num_choices):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, [], None)
+            yield self._chunk(index, {"role": "assistant", "content": ""}, [], None, None)
 
-    def piece(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+    def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterator[bytes]:
         reader, ended = self._reader(index), chunk.finish_reason is not None
         deltas = [_delta(piece) for piece in reader.read(chunk.text, ended=ended)]
         tokens = chunk.token_ids if self._plan.logprobs else []
         for delta in deltas or ([{"content": ""}] if tokens else []):
-            yield self._chunk(index, delta, tokens, None)
+            yield self._chunk(index, delta, tokens, None, usage)
             tokens = []
         if ended:
-            yield self._chunk(index, {}, [], reader.reason(chunk.finish_reason))
+            yield self._chunk(index, {}, [], reader.reason(chunk.finish_reason), usage)
 
     def closing(self, usage: dict[str, Any]) -> Iterator[bytes]:
         if self._plan.include_usage:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage})
         yield DONE
 
-    def _chunk(self, index: int, delta: dict[str, Any], tokens: Sequence[int], finish_reason: str | None) -> bytes:
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        tokens: Sequence[int],
+        finish_reason: str | None,
+        usage: dict[str, Any] | None,
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": self._scores(tokens), "finish_reason": finish_reason}
-        return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **self._tail})
+        tail = {"usage": usage} if self._plan.include_usage else {}
+        return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **tail})
 
     def _reader(self, index: int) -> Reader:
         if index not in self._readers:

@@ -37,7 +37,6 @@ class CompletionShape:
             "created": int(time.time()),
             "model": plan.model,
         }
-        self._tail = {"usage": None} if plan.include_usage else {}
         self._logprobs: dict[int, TextLogprobs] = {}
 
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -50,23 +49,24 @@ class CompletionShape:
     def opening(self) -> Iterator[bytes]:
         return iter(())
 
-    def piece(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+    def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterator[bytes]:
         first = index not in self._logprobs
         text, tokens = chunk.text, chunk.token_ids
         if first:
             text, tokens = self._echo(index) + text, [*(chunk.prompt or ()), *tokens]
         if text or (tokens and self._plan.logprobs):
-            yield self._event(self._choice(index, text, tokens, None))
+            yield self._event(self._choice(index, text, tokens, None), usage)
         if chunk.finish_reason is not None:
-            yield self._event(self._choice(index, "", [], chunk.finish_reason))
+            yield self._event(self._choice(index, "", [], chunk.finish_reason), usage)
 
     def closing(self, usage: dict[str, Any]) -> Iterator[bytes]:
         if self._plan.include_usage:
             yield event({**self._head, "choices": [], "usage": usage})
         yield DONE
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        return event({**self._head, "choices": [choice], **self._tail})
+    def _event(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> bytes:
+        tail = {"usage": usage} if self._plan.include_usage else {}
+        return event({**self._head, "choices": [choice], **tail})
 
     def _echo(self, index: int) -> str:
         return self._plan.echo[index // self._plan.n] if self._plan.echo else ""

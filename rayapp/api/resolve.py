@@ -42,6 +42,7 @@ class Plan:
     n: int
     stream: bool
     include_usage: bool
+    running_usage: bool
     reply: Reply = ALL_CONTENT
     logprobs: bool = False
     echo: tuple[str, ...] = ()
@@ -83,7 +84,7 @@ def plan_chat_fields(models: Mapping[str, ServedModel], fields: ChatRequest, set
         top_logprobs=fields.top_logprobs,
     )  # fmt: skip
     return Plan(
-        model.name, prompts, sampling, fields.stop, fields.n, fields.stream, fields.include_usage,
+        model.name, prompts, sampling, fields.stop, fields.n, fields.stream, fields.include_usage, fields.running_usage,
         reply=reply,
         logprobs=fields.logprobs,
     )  # fmt: skip
@@ -110,7 +111,7 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: R
     )  # fmt: skip
     echo = [one if isinstance(one, str) else model.tokenizer.decode(one) for one in fields.prompt if fields.echo]
     return Plan(
-        model.name, prompts, sampling, fields.stop, fields.n, fields.stream, fields.include_usage,
+        model.name, prompts, sampling, fields.stop, fields.n, fields.stream, fields.include_usage, fields.running_usage,
         logprobs=scored,
         echo=tuple(echo),
         prompt_only=fields.echo and fields.max_tokens == 0,

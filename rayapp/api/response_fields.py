@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rayapp.api.refusals import NOT_SERVED_RESPONSES, Neutral, refuse, shown
 from rayapp.api.response_items import read_input
-from rayapp.api.schemas import MAX_TOP_LOGPROBS, Body, ChatRequest, or_default
+from rayapp.api.schemas import MAX_TOP_LOGPROBS, Body, ChatRequest, or_default, read_stops
 from rayapp.api.tool_fields import (
     Function,
     FunctionName,
@@ -114,6 +114,8 @@ class ResponsesRequest(Body):
     metadata: Annotated[dict[str, str], BeforeValidator(or_default({})), Field(default_factory=dict)]
     user: str | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[str], BeforeValidator(read_stops), Field(default_factory=list)]
+    ignore_eos: Annotated[bool, BeforeValidator(or_default(False))] = False
     priority: Annotated[int, BeforeValidator(or_default(0)), Field(ge=-(2**31), lt=2**31)] = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
@@ -146,7 +148,7 @@ class ResponsesRequest(Body):
             messages = [{"role": "system", "content": self.instructions}, *messages]
         same = (
             "model", "stream", "parallel_tool_calls", "temperature", "top_p", "user", "seed", "priority", "timeout",
-            "cache_salt", "chat_template_kwargs", "top_logprobs",
+            "cache_salt", "chat_template_kwargs", "top_logprobs", "stop", "ignore_eos",
         )  # fmt: skip
         return ChatOfResponse.model_construct(
             messages=messages,

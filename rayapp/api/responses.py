@@ -86,7 +86,7 @@ class ResponseShape:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", None))
 
-    def piece(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+    def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterator[bytes]:
         ended = chunk.finish_reason is not None
         if ended:
             self._reason = chunk.finish_reason

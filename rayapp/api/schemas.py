@@ -36,7 +36,8 @@ MAX_CHOICES = 128
 """The most generations that one request may ask for: n times the number of prompts."""
 
 
-def _stops(value: Any) -> Any:
+def read_stops(value: Any) -> Any:
+    """Stop strings; a pydantic validator."""
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list):
         raise refuse("stop must be a string or a list of strings")
@@ -104,6 +105,13 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise refuse("continuous_usage_stats needs include_usage: true", "continuous_usage_stats")
+        return self
 
 
 def or_default(default: Any) -> Callable[[Any], Any]:
@@ -150,7 +158,7 @@ class GenerationFields(Body):
     stream: Annotated[bool, BeforeValidator(or_default(False))] = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, BeforeValidator(or_default(1)), Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    stop: Annotated[list[str], BeforeValidator(read_stops)] = []
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, BeforeValidator(or_default(0)), Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -193,6 +201,10 @@ class GenerationFields(Body):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def running_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class ChatRequest(GenerationFields, TemplateFields):

@@ -200,6 +200,18 @@ def test_O37_usage(service: ScriptedService) -> None:
     assert refused(chat(service, stream_options={"include_usage": True}))["param"] == "stream_options"
 
 
+def test_usage_so_far(service: ScriptedService) -> None:
+    options = {"stream": True, "n": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    for ask, is_chat in ((chat, True), (complete, False)):
+        *chunks, last = check_stream(events_of(ask(service, **options).content), 2, is_chat)
+        usages = [chunk["usage"] for chunk in chunks if chunk["usage"]]
+        made = [usage["completion_tokens"] for usage in usages]
+        assert made == sorted(made) and len(set(made)) > 2 and usages[-1] == last["usage"]
+        assert len(usages) == len(chunks) - (2 if is_chat else 0)  # all but those that say the role
+    alone = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert refused(chat(service, **alone))["param"] == "stream_options.continuous_usage_stats"
+
+
 def openai_client(service: ScriptedService, strict: bool = True) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         api_key="none",

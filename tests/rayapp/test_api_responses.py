@@ -78,6 +78,17 @@ def test_calls_go_back_with_their_outputs(client: openai.OpenAI, said: Said, mod
     assert "<tool_call>Paris</tool_call><|im_end|>\n<|im_start|>tool\nrain" in prompt_of(said, models)
 
 
+def test_what_chat_takes_beside_the_fields_of_openai(client: openai.OpenAI, said: Said) -> None:  # noqa: F811
+    said.text = "It rains."
+    asked = {"stop": ["x"], "ignore_eos": True, "seed": 5, "priority": 1, "cache_salt": "a"}
+    client.responses.create(model="able", input="Weather?", extra_body=asked)
+    call = said.calls[-1]
+    assert (call.stop, call.sampling.ignore_eos, call.sampling.seed) == (["x"], True, 5)
+    assert (call.sampling.priority, call.sampling.cache_salt) == (1, "a")
+    client.responses.create(model="able", input="Weather?", extra_body={"stop": None, "ignore_eos": None})
+    assert said.calls[-1].stop == [] and not said.calls[-1].sampling.ignore_eos
+
+
 def test_parse(client: openai.OpenAI, said: Said) -> None:  # noqa: F811
     class Weather(BaseModel):
         city: str

@@ -38,7 +38,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 JSON_SCHEMA = {"name": "weather", "schema": SCHEMA, "strict": True}
 ASK = [{"role": "user", "content": "Weather?"}]
 ENDPOINTS = {"/chat/completions": {"messages": ASK}, "/completions": {"prompt": "a"}, "/responses": {"input": "a"}}
-USAGE = {"stream_options": {"include_usage": True}}
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 CHATS: dict[str, dict[str, Any]] = {
     "plain": {},
