@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import wait_limit
 from tests.outside.conftest import python_of, run
 
-SWEEP, SECONDS = 4, 8
+SWEEP, REQUESTS = 4, 12
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_a_sweep_has_no_errors(smol_url: str, smol_path: Path, tmp_path: Path, e
     command: list[Any] = [python, "-m", "guidellm", "run", "--disable-console-interactive"]
     command += ["--backend", f"kind=openai_http,target={smol_url},model=smol,request_format={endpoint}"]
     command += ["--profile", f"kind=sweep,sweep_size={SWEEP},max_concurrency=16"]
-    command += ["--constraint", f"kind=max_duration,seconds={SECONDS}"]
+    command += ["--constraint", f"kind=max_requests,count={REQUESTS}"]
     command += ["--tokenizer", f"kind=hf_auto,model={smol_path}"]
     command += ["--data", "kind=synthetic_text,prompt_tokens=48,output_tokens=16"]
     run([*command, "--output", f"kind=json,path={report}"], tmp_path, wait_limit(600))
@@ -37,6 +37,6 @@ def test_a_sweep_has_no_errors(smol_url: str, smol_path: Path, tmp_path: Path, e
     strategies = [one["config"]["strategy"]["type_"] for one in benchmarks]
     print(f"\n{endpoint}: " + "; ".join(f"{name} {one}" for name, one in zip(strategies, counts, strict=True)))
     assert len(counts) == SWEEP
-    assert all(one["successful"] > 0 and one["errored"] == 0 for one in counts)
+    assert all(one["successful"] == REQUESTS and one["errored"] == 0 for one in counts)
     tokens = [one["metrics"]["output_token_count"]["successful"] for one in benchmarks]
     assert all(one["min"] == one["max"] == 16 for one in tokens), "the lengths that were asked for"
