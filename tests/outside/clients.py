@@ -16,7 +16,7 @@ from typing import Any
 import litellm
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 ASK = "Who is there?"
 LIMIT = 400
@@ -24,6 +24,8 @@ LIMIT = 400
 
 class Person(BaseModel):
     """Somebody."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=8)
     age: int = Field(ge=0, le=99)
@@ -67,11 +69,6 @@ def langchain(url: str, model: str, responses: bool) -> None:
     assert isinstance(parser.invoke(ASK), Person)
     assert list(parser.stream(ASK))[-1]
 
-    async def use() -> None:
-        assert _sum([piece async for piece in short.astream(ASK)]).text == whole.text
-        assert [one.text for one in await short.abatch([ASK, ASK])] == [whole.text] * 2
-
-    asyncio.run(use())
     if not responses:
         text = OpenAI(**fields, temperature=0, max_tokens=8)
         assert text.invoke("Once upon") == "".join(text.stream("Once upon"))
@@ -109,12 +106,6 @@ def lite(url: str, model: str) -> None:
 
         parsed = litellm.completion(**fields, max_tokens=LIMIT, response_format=Person).choices[0].message.content
         assert Person.model_validate(json.loads(parsed))
-
-        async def use(fields: dict[str, Any], expected: str) -> None:
-            stream = await litellm.acompletion(**fields, stream=True)
-            assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == expected
-
-        asyncio.run(use(short, whole.choices[0].message.content))
     text = litellm.text_completion(
         model=f"text-completion-openai/{model}", api_base=f"{url}/v1", api_key="unused", prompt="Once upon",
         max_tokens=8, temperature=0,
@@ -126,13 +117,31 @@ def _built(chunks: Any, messages: list[dict[str, str]]) -> Any:
     return litellm.stream_chunk_builder(list(chunks), messages=messages)
 
 
+async def with_asyncio(url: str, model: str) -> None:
+    """All in one loop: both keep their connections."""
+    short: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+    for responses in (False, True):
+        fields: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "unused", "model": model, "max_retries": 0}
+        chat = ChatOpenAI(**fields, **short, use_responses_api=responses)
+        whole = await chat.ainvoke(ASK)
+        assert _sum([piece async for piece in chat.astream(ASK)]).text == whole.text
+        assert [one.text for one in await chat.abatch([ASK, ASK])] == [whole.text] * 2
+    for provider in ("openai", "hosted_vllm"):
+        messages = [{"role": "user", "content": ASK}]
+        fields = {"model": f"{provider}/{model}", "api_base": f"{url}/v1", "api_key": "unused", "messages": messages}
+        answer = await litellm.acompletion(**fields, **short)
+        stream = await litellm.acompletion(**fields, **short, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == answer.choices[0].message.content
+
+
 def main() -> None:
     url, model = sys.argv[1:]
     langchain(url, model, responses=False)
     langchain(url, model, responses=True)
-    print(f"langchain-openai {version('langchain-openai')}: all well")
     lite(url, model)
-    print(f"litellm {version('litellm')}: all well")
+    asyncio.run(with_asyncio(url, model))
+    print(", ".join(f"{name} {version(name)}" for name in ("langchain-openai", "litellm", "openai")) + ": all well")
 
 
 if __name__ == "__main__":

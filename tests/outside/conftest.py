@@ -30,7 +30,12 @@ def python_of(variable: str, install: str) -> Path:
 def run(command: Sequence[str | Path], folder: Path, timeout: float) -> str:
     """What a program prints, which must end well."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "datasets"), "OPENAI_API_KEY": "unused"}
+    env |= {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "OPENAI_API_KEY": "unused",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
     done = subprocess.run(
         [str(part) for part in command], cwd=folder, env=env, timeout=timeout, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
