@@ -18,6 +18,7 @@ from tests.conftest import wait_limit
 from tests.outside.conftest import python_of, run
 
 ITEMS, GREEDY = 200, 20
+TASKS = {"scored": ITEMS, "greedy": GREEDY}
 CLOSE = 1e-3
 THINGS = ["apples", "pages", "coins", "days", "Äpfel", "евро", "苹果", "🍎"]
 NAMES = ["Ann", "Bob", "Zoë", "Łukasz", "李", "Olga"]
@@ -72,32 +73,39 @@ def evaluated(python: Path, folder: Path, model: str, args: str, task: str, limi
     return [one["filtered_resps"] for one in found]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lm_eval")
+    tasks(folder / "tasks")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(smol_path: Path, folder: Path) -> dict[str, list[Any]]:
+    """What the model itself says, by task."""
+    python = python_of("LM_EVAL_PYTHON", "torch lm-eval[api] transformers accelerate")
+    args = f"pretrained={smol_path},dtype=float32"
+    return {task: evaluated(python, folder, "hf", args, task, limit) for task, limit in TASKS.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tokenizer", ["huggingface", "remote"])
 def test_lm_eval_finds_what_it_finds_with_the_model_itself(
-    smol_url: str, smol_path: Path, tmp_path: Path, tokenizer: str
+    own: dict[str, list[Any]], smol_url: str, smol_path: Path, folder: Path, tokenizer: str
 ) -> None:
+    """`remote` takes the tokens from the server, so that nothing of the model is needed here."""
     python = python_of("LM_EVAL_PYTHON", "torch lm-eval[api] transformers accelerate")
-    tasks(tmp_path / "tasks")
-    served = (
-        f"model=smol,base_url={smol_url}/v1/completions,num_concurrent=4,max_retries=1,tokenizer_backend={tokenizer}"
-    )
-    served += f",tokenizer={smol_path}"
-    own = f"pretrained={smol_path},dtype=float32"
-
-    theirs = evaluated(python, tmp_path, "hf", own, "scored", ITEMS)
-    ours = evaluated(python, tmp_path, "local-completions", served, "scored", ITEMS)
+    args = f"model=smol,base_url={smol_url}/v1/completions,num_concurrent=4,max_retries=1,tokenizer_backend={tokenizer}"
+    args += f",tokenizer={smol_path}" if tokenizer == "huggingface" else ""
+    served = {task: evaluated(python, folder, "local-completions", args, task, limit) for task, limit in TASKS.items()}
     pairs = [
-        (float(a[0]), float(b[0]), str(a[1]) == str(b[1]))
-        for x, y in zip(ours, theirs, strict=True)
-        for a, b in zip(x, y, strict=True)
+        (float(ours[0]), float(theirs[0]), str(ours[1]) == str(theirs[1]))
+        for choices in zip(served["scored"], own["scored"], strict=True)
+        for ours, theirs in zip(*choices, strict=True)
     ]
-    worst = max(abs(a - b) for a, b, _ in pairs)
-    print(f"\n{len(pairs)} log-likelihoods, {min(b for _, b, _ in pairs):.1f} at the least: off by {worst:.1e} at most")
-    assert len(pairs) == 2 * ITEMS and worst < CLOSE and all(same for *_, same in pairs)
-
-    theirs = evaluated(python, tmp_path, "hf", own, "greedy", GREEDY)
-    ours = evaluated(python, tmp_path, "local-completions", served, "greedy", GREEDY)
-    print(f"{sum(a == b for a, b in zip(ours, theirs, strict=True))} of {GREEDY} greedy answers are equal")
-    assert ours == theirs
+    worst = max(abs(ours - theirs) for ours, theirs, _ in pairs)
+    same = sum(ours == theirs for ours, theirs in zip(served["greedy"], own["greedy"], strict=True))
+    print(f"\n{tokenizer}: {len(pairs)} log-likelihoods are off by {worst:.1e} at most; {same} answers are equal")
+    assert len(pairs) == 2 * ITEMS and worst < CLOSE and all(greedy for *_, greedy in pairs)
+    assert same == GREEDY
