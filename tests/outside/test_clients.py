@@ -19,6 +19,7 @@ from tests.rayapp.local_server import local_server, small
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_langchain_and_litellm(tiny_http_path: Path, smol_tokenizer: Any, tmp_path: Path) -> None:
     python = python_of("CLIENTS_PYTHON", "langchain-openai litellm")
     folder = shutil.copytree(tiny_http_path, tmp_path / "ending")
