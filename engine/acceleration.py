@@ -14,6 +14,7 @@ from engine.config import ContinuousBatchingConfig, WorkloadHints
 
 if TYPE_CHECKING:
     from engine.facts import ModelFacts
+    from engine.ops.flash.kernels import FlashKernel
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +34,25 @@ class Capabilities:
         block_tables: a kernel for one-token rows that reads the cache through block tables. Without it decode-only
             steps of fixed shapes are possible, but worth it only where they are replayed.
         flash: attention is FlashAttention.
+        flash_package: which one, as `engine.ops.flash.loading.load` knows it; None: none.
+        page_multiple: pages must be a multiple of so many tokens.
     """
 
     graphs: bool = False
     block_tables: bool = False
     flash: bool = False
+    flash_package: str | None = None
+    page_multiple: int = 1
 
     @classmethod
-    def of(cls, device_type: str) -> Capabilities:
-        """With the operations that the engine has, which are no FlashAttention."""
-        return cls(graphs=device_type == "cuda")
+    def of(cls, device_type: str, kernel: FlashKernel | None = None) -> Capabilities:
+        """With the engine's own operations, or with a flash kernel."""
+        graphs = device_type == "cuda"
+        if kernel is None:
+            return cls(graphs)
+        return cls(
+            graphs, block_tables=True, flash=True, flash_package=kernel.package, page_multiple=kernel.page_multiple
+        )
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,40 @@
 """Puts an engine together from a model and its settings: shadow, runner, cache, scheduler, core.
 
-Called by the manager on first use. Allocates the KV cache; starts nothing.
+Called by the manager: for the settings when it is made, and on first use, which allocates the KV cache. Starts nothing.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.acceleration import Capabilities
 from engine.cache.kv_cache import KVCache
+from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.core import EngineCore
+from engine.facts import ModelFacts
 from engine.scheduling.scheduler import Scheduler
-from engine.settings import Settings
+from engine.settings import Settings, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine.execution.model_runner import ModelRunner
+
+
+def settle(
+    model: PreTrainedModel, facts: ModelFacts, config: ContinuousBatchingConfig, hints: WorkloadHints | None
+) -> Settings:
+    """The settings of an engine for this model; chooses the flash kernel that its attention runs in, if any.
+
+    Raises:
+        MemoryError, ValueError: as `resolve`.
+    """
+    from engine.model.shadow import attention_needs, attention_of
+    from engine.ops.flash.choice import choose_flash
+
+    needs = attention_needs(model, facts, config.page_size)
+    kernel = choose_flash(attention_of(model), config.auto_switch_to_flash, needs)
+    return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel))
 
 
 def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:

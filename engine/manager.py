@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.asynchronous import AsyncRequests
+from engine.build import settle
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.config_in_force import config_in_force
 from engine.delivery import Receiver, ResultHandler
@@ -24,7 +25,6 @@ from engine.outputs import GenerationOutput
 from engine.request import Request
 from engine.sampling.resolve import merge_generation_config
 from engine.session import Sessions
-from engine.settings import resolve
 from engine.waiting_room import QUEUE_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
         if facts.device_type == "cpu" and asked.auto_switch_to_flash:
             prebuild.start()
         coordinator = coordinator or coordinator_for(model, self.config.cpu_group_timeout)
-        settings = coordinator.agree_settings(lambda: resolve(asked, facts, workload_hints))
+        settings = coordinator.agree_settings(lambda: settle(model, facts, asked, workload_hints))
         super().__init__(model, settings, coordinator)
         # Where another process drives, names must be those that it gives.
         self._intake = Intake(settings, merged, self._delivery.knows if coordinator.is_driver else None)

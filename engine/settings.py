@@ -78,6 +78,7 @@ class Settings:
         async_batching: schedule the next step while this one runs.
         mixed_compile, decode_compile: how the forward of such steps is compiled; None: not.
         auto_switch_to_flash: faster attention may replace the implementation that the model was loaded with.
+        flash_package: whose flash kernel attention runs in; None: in none.
         host_slots: blocks that the host keeps of those that left the device.
         max_queue_size: requests that may wait to be taken in; 0: any number.
         weight_quantization: "int8": matrices are kept in 8 bits; None: in the model's dtype.
@@ -109,6 +110,7 @@ class Settings:
     mixed_compile: CompileSettings | None = None
     decode_compile: CompileSettings | None = None
     auto_switch_to_flash: bool = True
+    flash_package: str | None = None
     host_slots: int = 0
     max_queue_size: int = 0
     weight_quantization: str | None = None
@@ -156,8 +158,8 @@ def resolve(
         memory = available_memory(facts.device_type, facts.device_index)
     budget = None if memory is None else int(memory * _given(config.max_memory_percent, defaults.memory_percent))
     groups = plan_groups(facts.windows)
-    page_size = _given(config.page_size, defaults.page_size)
     device = capabilities or Capabilities.of(facts.device_type)
+    page_size = _given(config.page_size, -(-defaults.page_size // device.page_multiple) * device.page_multiple)
     acceleration = resolve_acceleration(config, facts, hints, page_size, device)
     step = _step_size(config, facts, hints, defaults, budget, acceleration)
     block_bytes = sizing.block_bytes(facts, groups, page_size)
@@ -180,6 +182,7 @@ def resolve(
         kv_bytes_per_block=block_bytes,
         device_type=facts.device_type,
         groups=groups,
+        flash_package=device.flash_package,
         host_slots=_host_slots(config, host_memory, block_bytes),
         **{name: getattr(config, name) for name in _AS_GIVEN},
         **{field.name: getattr(acceleration, field.name) for field in dataclasses.fields(acceleration)},

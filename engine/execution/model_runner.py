@@ -134,7 +134,11 @@ class ModelRunner:
         kv = kv or self._allocate(settings)
         self._host = HostKV(kv, settings.host_slots) if settings.host_slots else None
         self._ops = ops or make_ops(
-            kv, settings.groups, attention=attention_of(model), auto_switch=settings.auto_switch_to_flash
+            kv,
+            settings.groups,
+            attention=attention_of(model),
+            auto_switch=settings.auto_switch_to_flash,
+            flash_package=settings.flash_package,
         )
         self._sizes = PathSizes(
             page_size=settings.page_size,

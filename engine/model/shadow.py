@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.distributed.sharding import local_kv_heads, rebind_forwards, shared_parts
 from engine.facts import ModelFacts
 from engine.model.attention import ATTENTION_NAME, register_attention
+from engine.ops.flash.kernels import AttentionNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,30 @@ def model_facts(model: nn.Module) -> ModelFacts:
         device_type=device.type,
         windows=_windows(model, config),
         device_index=device.index,
+    )
+
+
+def attention_needs(model: nn.Module, facts: ModelFacts, page_size: int | None) -> AttentionNeeds:
+    """What a model's attention asks of a kernel that is to replace it.
+
+    Args:
+        page_size: tokens, if it is given.
+    """
+    config = _text_config(model)
+    wanted = {
+        "window": any(window is not None for window in facts.windows),
+        "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "sinks": any(getattr(module, "sinks", None) is not None for module in model.modules()),
+    }
+    return AttentionNeeds(
+        device=next(model.parameters()).device,
+        dtype=model.dtype,  # type: ignore[arg-type]
+        heads=facts.num_heads,
+        kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        features=frozenset(name for name, is_wanted in wanted.items() if is_wanted),
+        page_size=page_size,
+        supports_flash=bool(getattr(model, "_supports_flash_attn", True)),
     )
 
 

@@ -10,15 +10,17 @@ from engine.execution.kv_tensors import KVTensors
 from engine.ops.cpu.build import BuildError
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
+from engine.ops.flash.choice import FLASH
+from engine.ops.flash.loading import load
+from engine.ops.flash.ops import FlashOps
 from engine.ops.interface import Ops
 from engine.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
-# By the names that transformers gives them. The flash kernels are not here: they ask for the fastest there is.
+# By the names that transformers gives them. The flash kernels are not here: settings choose them.
 _PLAIN: dict[str, type[TorchOps]] = {"sdpa": TorchOps, "eager": EagerOps, "paged|eager": EagerOps}
-_FLASH = ("flash_attention_2", "flash_attention_3")
-ATTENTIONS = (*_PLAIN, *_FLASH)
+ATTENTIONS = (*_PLAIN, *FLASH)
 
 
 def make_ops(
@@ -27,6 +29,7 @@ def make_ops(
     *,
     attention: str = "sdpa",
     auto_switch: bool = True,
+    flash_package: str | None = None,
 ) -> Ops:
     """The ops for the device on which the cache lies.
 
@@ -34,13 +37,17 @@ def make_ops(
         groups: which layers share a block table; None puts all in one group without a window.
         attention: the attention implementation that is asked for, one of `ATTENTIONS`.
         auto_switch: something faster on this device may be taken instead; a log line says so.
+        flash_package: whose flash kernel is to run; None: none could be taken.
 
     Raises:
         ValueError: `attention` is none of them.
+        NotUsableError: the package is not in this process.
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"attention implementation {attention!r} is not known; these are: {', '.join(ATTENTIONS)}")
-    is_flash = attention in _FLASH
+    if flash_package is not None:
+        return FlashOps(load(flash_package), kv, groups)
+    is_flash = attention in FLASH
     if not auto_switch and not is_flash:
         return _PLAIN[attention](kv, groups)
     missing = f"there are no flash kernels for {kv.device.type}"

@@ -40,13 +40,40 @@ class FixedPlan:
 
 def plan_fixed(planner: Planner, rows: PackedRows, num_rows: int, max_blocks: int, trash: int) -> FixedPlan:
     """Rows that pad the step have no context but themselves and write to the block `trash`; see `Ops.plan_decode`."""
+    (tables,) = rows.block_tables or (None,)
+    padded, blocks, begun = padded_rows(rows, tables, planner.page, num_rows, max_blocks, trash)
+    hidden = np.arange(max_blocks * planner.page) > padded.starts[:, None]
+    bias = np.where(hidden, -np.inf, 0.0)[:, None, None]
+    return FixedPlan(
+        slots=planner.slots(padded, blocks),
+        begun=planner.tensor(begun),
+        index=planner.lines(blocks),
+        hidden=planner.tensor(hidden[:, None, :, None]),
+        bias=planner.tensor(bias).to(planner.dtype),
+    )
+
+
+def padded_rows(
+    rows: PackedRows, tables: np.ndarray | None, page: int, num_rows: int, max_blocks: int, trash: int
+) -> tuple[PackedRows, np.ndarray, np.ndarray]:
+    """One-token rows, and behind them so many without a context, in the block `trash`, that there are `num_rows`.
+
+    Args:
+        tables: of one group.
+
+    Returns:
+        The rows without their tables; int32 [num_rows, max_blocks], the blocks that each of them sees; int64
+        [num_rows], the block that it begins, else `trash`.
+
+    Raises:
+        ValueError: the rows do not fit.
+    """
     count = len(rows.starts)
-    if count > num_rows or rows.num_single != count or rows.block_tables is None:
+    if count > num_rows or rows.num_single != count or tables is None:
         raise ValueError(f"{num_rows} rows of one token fit this plan, not {count} of which {rows.num_single} have one")
-    (tables,) = rows.block_tables
     starts = np.zeros(num_rows, dtype=np.int64)  # of padding too: it sees itself alone
     starts[:count] = rows.starts
-    sizes = starts // planner.page + 1
+    sizes = starts // page + 1
     if sizes.max() > max_blocks:
         raise ValueError(f"a row of {sizes.max()} blocks does not fit a plan of {max_blocks} blocks a row")
     blocks = np.zeros((num_rows, max_blocks), dtype=np.int32)
@@ -55,16 +82,8 @@ def plan_fixed(planner: Planner, rows: PackedRows, num_rows: int, max_blocks: in
     blocks[np.arange(max_blocks) >= sizes[:, None]] = 0
     blocks[count:, 0] = trash
     each = np.arange(num_rows)
-    padded = PackedRows(starts, np.ones_like(starts), each, None, each, num_rows)
-    hidden = np.arange(max_blocks * planner.page) > starts[:, None]
-    bias = np.where(hidden, -np.inf, 0.0)[:, None, None]
-    return FixedPlan(
-        slots=planner.slots(padded, blocks),
-        begun=planner.tensor(np.where(starts % planner.page == 0, blocks[each, sizes - 1], trash).astype(np.int64)),
-        index=planner.lines(blocks),
-        hidden=planner.tensor(hidden[:, None, :, None]),
-        bias=planner.tensor(bias).to(planner.dtype),
-    )
+    begun = np.where(starts % page == 0, blocks[each, sizes - 1], trash).astype(np.int64)
+    return PackedRows(starts, np.ones_like(starts), each, None, each, num_rows), blocks, begun
 
 
 def attend_fixed(

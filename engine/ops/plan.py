@@ -97,10 +97,15 @@ class Planner:
 
     def begun(self, rows: PackedRows, tables: np.ndarray) -> torch.Tensor | None:
         """Blocks whose rest must be cleared, because it will be read before it is written."""
+        begun = self.begun_blocks(rows, tables)
+        return self.tensor(begun) if len(begun) else None
+
+    def begun_blocks(self, rows: PackedRows, tables: np.ndarray) -> np.ndarray:
+        """As `begun`, int64 on the host."""
         ends = rows.starts + rows.counts
         last_pages = (ends - 1) // self.page
         begun = (last_pages * self.page >= rows.starts) & (ends % self.page != 0)
-        return self.tensor(tables[rows.table_of[begun], last_pages[begun]].astype(np.int64)) if begun.any() else None
+        return tables[rows.table_of[begun], last_pages[begun]].astype(np.int64)
 
     def chunks(self, rows: PackedRows, tables: np.ndarray | None, window: int | None) -> list[Chunk]:
         """The rows of several tokens; without tables all rows, which then start at 0."""

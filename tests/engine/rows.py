@@ -57,7 +57,7 @@ def make_runner(
     settings, facts = make_settings(model, **fields), model_facts(model)
     kv = made = None
     if ops is not None:
-        sizes = facts.num_layers, settings.num_blocks, facts.num_kv_heads, PAGE, facts.head_dim
+        sizes = facts.num_layers, settings.num_blocks, facts.num_kv_heads, settings.page_size, facts.head_dim
         kv = allocate(*sizes, model.dtype, trash=True)
         made = ops(kv)
     return ModelRunner(make_shadow(model), settings, ops=made, kv=kv, graph_backend=graph_backend)

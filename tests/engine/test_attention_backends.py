@@ -116,7 +116,7 @@ def test_the_users_model_is_itself_while_a_manager_runs(attention: str) -> None:
     model.set_attn_implementation(attention)
     alone, config = padded_logits(model), copy.deepcopy(model.config.to_dict())
     if attention != "paged|eager":  # with which transformers itself does not mask a plain forward
-        torch.testing.assert_close(alone, expected)
+        torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
     with running(model) as manager:
         ids = manager.add_requests([[1, 2, 3]], max_new_tokens=5)
         assert torch.equal(padded_logits(model), alone)
