@@ -374,16 +374,16 @@ def flash_attn(version: str = "2.8.3", lacks: Iterable[str] = ()) -> ModuleType:
     return module
 
 
-def flash_attn_interface(lacks: Iterable[str] = ("sinks",)) -> ModuleType:
+def flash_attn_interface(lacks: Iterable[str] = ("sinks",), prefix: str = "") -> ModuleType:
     """The module of the package flash-attn-3."""
-    module = ModuleType("flash_attn_interface")
+    module = ModuleType(f"{prefix}flash_attn_interface")
     module.flash_attn_with_kvcache = without(_with_cache_3, *lacks)  # type: ignore[attr-defined]
     return module
 
 
-def flash_attn_config(*disabled: str) -> ModuleType:
+def flash_attn_config(*disabled: str, prefix: str = "") -> ModuleType:
     """What a build of flash-attn-3 says of itself."""
-    module = ModuleType("flash_attn_config")
+    module = ModuleType(f"{prefix}flash_attn_config")
     names = ("PAGEDKV", "VARLEN", "LOCAL", "SOFTCAP", "FP16", *(f"HDIM{dim}" for dim in (64, 96, 128, 192, 256)))
     flags = {f"FLASHATTENTION_DISABLE_{name}": name in disabled for name in names}
     module.CONFIG = {"build_flags": flags}  # type: ignore[attr-defined]
@@ -397,10 +397,26 @@ def torch_varlen(lacks: Iterable[str] = ()) -> ModuleType:
     return module
 
 
+MODULES = (
+    "flash_attn",
+    "flash_attn_interface",
+    "flash_attn_config",
+    "flash_attn_3",
+    "flash_attn_3.flash_attn_interface",
+    "flash_attn_3.flash_attn_config",
+    "torch.nn.attention.varlen",
+    "kernels",
+)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
     """Makes these the only flash packages that there are, and the CPU a device that they run on."""
-    found = {module.__name__: module for module in modules}
-    for name in ("flash_attn", "flash_attn_interface", "flash_attn_config", "torch.nn.attention.varlen", "kernels"):
+    found: dict[str, ModuleType] = {module.__name__: module for module in modules}
+    for module in modules:
+        parent = module.__name__.rpartition(".")[0]
+        if parent in MODULES:
+            found[parent] = ModuleType(parent)
+    for name in MODULES:
         monkeypatch.setitem(sys.modules, name, found.get(name))
     monkeypatch.setattr(loading, "SOURCES", tuple(_on_cpu(source) for source in loading.SOURCES))
 

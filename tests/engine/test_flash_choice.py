@@ -176,6 +176,12 @@ def test_devices_that_no_kernel_runs_on_are_not_asked(monkeypatch: pytest.Monkey
         assert choose_flash(asked, True, NEEDS) is None  # on CPU
 
 
+def test_version_3_in_its_newer_place(choose: Any) -> None:
+    place = {"prefix": "flash_attn_3."}
+    assert choose(FA3(**place), BUILD(**place)).package == "flash-attn-3"
+    assert "was built without VARLEN" in choose(FA3(**place), BUILD("VARLEN", **place)).text
+
+
 # The hub's kernels
 
 

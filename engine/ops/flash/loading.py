@@ -54,9 +54,13 @@ def _flash_attn(package: str, title: str) -> FlashKernel:
 
 
 def _flash_attn_3(package: str, title: str) -> FlashKernel:
-    module = import_module("flash_attn_interface")
     try:
-        flags = import_module("flash_attn_config").CONFIG["build_flags"]
+        prefix, module = "", import_module("flash_attn_interface")
+    except ModuleNotFoundError:
+        prefix = "flash_attn_3."  # where newer versions have it
+        module = import_module(f"{prefix}flash_attn_interface")
+    try:
+        flags = import_module(f"{prefix}flash_attn_config").CONFIG["build_flags"]
     except (ImportError, AttributeError, KeyError):  # versions that do not tell
         flags = None
     return FlashAttention3(module, package, title, flags)
