@@ -47,11 +47,9 @@ BACKENDS = {
     "torch": Backend(TorchOps, (16, 256)),
     "eager": Backend(EagerOps, (16, 256)),
     "cpu": Backend(CpuOps, (16, 256), (torch.bfloat16,)),
-    "flash-attn": flash(
-        FlashAttention2(fake_flash.flash_attn(), "flash-attn", "FlashAttention 2"), (256, 512), "softcap"
-    ),
+    "flash-attn": flash(FlashAttention2(fake_flash.flash_attn(), "flash-attn", "FlashAttention 2"), (256,), "softcap"),
     "flash-attn-3": flash(SINKS, (7, 16, 128, 256), "softcap", "sinks"),
-    "varlen_attn": flash(TorchVarlen(fake_flash.torch_varlen(), "torch", "varlen_attn"), (256, 512)),
+    "varlen_attn": flash(TorchVarlen(fake_flash.torch_varlen(), "torch", "varlen_attn"), (512,)),
 }
 
 
@@ -68,16 +66,14 @@ def check(errors: dict[int, float], dtype: torch.dtype) -> None:
 
 def test_contexts_that_end_at_the_borders_of_pages(backend: Backend) -> None:
     """Mixed steps, and steps of one-token rows alone; rows without a context among them."""
-    for dtype in backend.dtypes:
-        for page in backend.pages:
-            sequences = Sequences(backend.make, page, dim=16, dtype=dtype)
-            sequences.add(1, page - 1, page, page + 1, 2 * page - 1, 2 * page, 0, 0, 0, page - 2, 3)
-            for chunks in (
-                [(6, page), (7, page + 1), (8, 3), (9, 2)],
-                [(6, 1), (7, page - 1), (8, page), (9, page + 2)],
-            ):
-                check(sequences.step([*((row, 1) for row in range(6)), *chunks]), dtype)
-            check(sequences.step([(row, 1) for row in range(10)]), dtype)
+    cases = [(page, backend.dtypes[0]) for page in backend.pages] + [(backend.pages[0], backend.dtypes[-1])]
+    for page, dtype in cases:
+        sequences = Sequences(backend.make, page, 2, 1, dim=16, dtype=dtype)
+        sequences.add(1, page - 1, page, page + 1, 2 * page - 1, 2 * page, 0, 0, 0, page - 2, 3)
+        singles = [(row, 1) for row in range(6)]
+        check(sequences.step([*singles, (6, page), (7, page + 1), (8, 3), (9, 2)]), dtype)
+        check(sequences.step([*singles, (6, 1), (7, page - 1), (8, page), (9, page + 2)]), dtype)
+        check(sequences.step([(row, 1) for row in range(10)]), dtype)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
@@ -91,11 +87,11 @@ def test_heads_and_head_sizes(backend: Backend, heads: int, kv_heads: int, dim: 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257])
 def test_windows_one_token_around_tiles_and_pages(backend: Backend, window: int) -> None:
-    for page in backend.pages:
+    for page in {backend.pages[0], backend.pages[-1]}:
         lengths = [max(0, window + d) for d in (-1, 0, 1)] + [max(0, page + window + d) for d in (-1, 0, 1)]
         sequences = Sequences(backend.make, page, 2, 1, 16, backend.dtypes[0], window)
         sequences.add(*lengths, 0, 5)
-        for count in (1, window, window + 1, 1):
+        for count in (1, window, window + 1):
             rows = [(row, 1) for row in range(len(lengths))]
             check(sequences.step([*rows, (len(lengths), count), (len(lengths) + 1, 2)]), backend.dtypes[0])
         assert not sequences.kv.keys[0][0].any() and not sequences.kv.values[0][0].any()

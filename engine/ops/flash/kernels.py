@@ -155,7 +155,7 @@ class FlashAttention2(_Kernel):
         NotUsableError: the version has no block tables.
     """
 
-    implementation = "flash_attention_2"
+    implementation: str | None = "flash_attention_2"
     page_multiple = 256
     mixed_graphs = False  # with one token in every row another kernel is launched
 
@@ -204,7 +204,7 @@ class FlashAttention3(_Kernel):
         NotUsableError: the version, or this build of it, has no packed rows over pages.
     """
 
-    implementation = "flash_attention_3"
+    implementation: str | None = "flash_attention_3"
     page_multiple = 1
     mixed_graphs = True
 
@@ -246,7 +246,7 @@ class TorchVarlen(_Kernel):
         NotUsableError: this torch has none with block tables.
     """
 
-    implementation = None
+    implementation: str | None = None
     page_multiple = 256
     mixed_graphs = False
 

@@ -119,8 +119,8 @@ class FlashOps(TorchOps):
         lengths = rows.starts + rows.counts
         arrays = np.append(rows.offsets, rows.offsets[-1:] + rows.counts[-1:]), lengths, np.append(0, lengths.cumsum())
         begins, lengths, sums = (self._planner.tensor(array.astype(np.int32)) for array in arrays)
-        tables = self._planner.tensor(np.ascontiguousarray(tables))
-        return FlashRows(begins, lengths, sums, tables, most_tokens, most_length, is_decode)
+        blocks = self._planner.tensor(np.ascontiguousarray(tables))
+        return FlashRows(begins, lengths, sums, blocks, most_tokens, most_length, is_decode)
 
     def attend(
         self,
