@@ -220,6 +220,18 @@ def test_kernels_are_fetched_for_models_that_ask_for_them_by_name(
     assert kernel is not None and kernel.package == repository[0] and hub.asked == [repository]
 
 
+def test_a_device_with_the_hubs_kernels_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As XPU is: nothing to say where nothing is asked for."""
+    hub = Hub(monkeypatch, FA2())
+    monkeypatch.setattr(loading, "SOURCES", tuple(source for source in loading.SOURCES if "xpu" in source.devices))
+    with caplog.at_level(logging.INFO, logger="engine"):
+        assert choose_flash("sdpa", True, NEEDS) is None and not hub.asked and not caplog.text
+    kernel = choose_flash("flash_attention_2", True, NEEDS)
+    assert kernel is not None and kernel.package == "kernels-community/flash-attn2"
+
+
 def test_installed_packages_need_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(monkeypatch, FA2())
     monkeypatch.setitem(sys.modules, "flash_attn", FA2())

@@ -35,17 +35,18 @@ def choose_flash(asked: str, auto_switch: bool, needs: AttentionNeeds) -> FlashK
     by_name = asked in FLASH
     if not by_name and (not auto_switch or asked in _KEPT):
         return None
-    sources = [source for source in loading.SOURCES if needs.device.type in source.devices]
+    sources = [source for source in _in_order(asked) if needs.device.type in source.devices]
     if not sources:
         return None
     if not by_name and not needs.supports_flash:
         logger.info("attention: %s, unchanged: this class of model does not support FlashAttention", asked)
         return None
-    refused: list[str] = []
     level = logging.WARNING if by_name else logging.INFO
-    for source in sorted(sources, key=lambda source: source.implementation != asked):  # else the best one first
-        if source.downloads and source.implementation != asked:
-            continue
+    if (beyond := _beyond_all(needs)) is not None:
+        logger.log(level, "attention: no FlashAttention for %s: it %s", asked, beyond)
+        return None
+    refused: list[str] = []
+    for source in sources:
         try:
             kernel = _usable(source, needs)
         except NotUsableError as why:
@@ -61,12 +62,23 @@ def choose_flash(asked: str, auto_switch: bool, needs: AttentionNeeds) -> FlashK
     return None
 
 
+def _in_order(asked: str) -> list[Source]:
+    """Those of the implementation that is asked for, then the others that need no download, the best one first."""
+    named = [source for source in loading.SOURCES if source.implementation == asked]
+    return named + [source for source in loading.SOURCES if source not in named and not source.downloads]
+
+
+def _beyond_all(needs: AttentionNeeds) -> str | None:
+    """What keeps any kernel from being taken."""
+    if needs.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 and bfloat16, and the model is in {needs.dtype}"
+    if needs.head_dim % 8:
+        return f"needs heads of a multiple of 8 numbers, and the model's have {needs.head_dim}"
+    return None
+
+
 def _usable(source: Source, needs: AttentionNeeds) -> FlashKernel:
     """The kernel, tried; raises NotUsableError."""
-    if needs.dtype not in (torch.float16, torch.bfloat16):
-        raise NotUsableError(f"computes in float16 and bfloat16, and the model is in {needs.dtype}")
-    if needs.head_dim % 8:
-        raise NotUsableError(f"needs heads of a multiple of 8 numbers, and the model's have {needs.head_dim}")
     if needs.device.type == "cuda":
         capability, (least, before) = torch.cuda.get_device_capability(needs.device), source.capabilities
         if not least <= capability < before:
