@@ -14,7 +14,7 @@ import pytest
 from engine.ops.cpu import library
 from engine.ops.cpu.build import load_library
 from tests.conftest import wait_limit
-from tests.engine.test_cpu_attention import DTYPES, OTHER_VECTORS, Model, Rows, in_pieces
+from tests.engine.test_cpu_attention import BUILDS, DTYPES, Model, Rows, in_pieces
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_no_byte_beyond_a_buffer_is_touched() -> None:
     if not runtime or not Path(runtime).is_absolute():
         pytest.skip("no address sanitizer to be found")
     environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
-    for flags in ((), OTHER_VECTORS):
+    for flags in BUILDS.values():
         code = f"from tests.engine import test_cpu_sanitizer; test_cpu_sanitizer.touch_everything({flags!r})"
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=wait_limit(300)

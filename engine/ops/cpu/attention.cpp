@@ -5,11 +5,13 @@
 // read the cache as it lies, queries times K with lanes over tokens, weights times V with lanes over dims.
 //
 // A unit of work is some consecutive queries of one row with the query heads of one KV head. It walks the tokens that
-// any of them sees in tiles, which begin at multiples of TILE in the row; a tile is scores -> softmax so far (online)
+// any of them sees in tiles, which begin at multiples of TOKENS in the row; a tile is scores -> softmax so far (online)
 // -> weighted values, for a few (query, head) pairs at a time, in fp32. Every number is a sum in the order of its own
 // row's tokens or dims, and a hidden token adds an exact zero, so a query's result depends on its own context alone:
 // not on chunks, page size, threads or neighbours. Hidden tokens are dropped by selection; what they hold never counts.
+// Tile registers take whole runs of tokens, which begin at fixed positions: of one that is not seen V is zero there.
 
+#include "attention_units.h"
 #include "kernels.h"
 #include "online_softmax.h"
 #include "simd.h"
@@ -20,9 +22,10 @@
 
 namespace {
 
-constexpr int TILE = DEPTH;    // tokens; weights are left rows of a product, too
+constexpr int TOKENS = DEPTH;  // of a tile; weights are left rows of a product, too
 constexpr int UNIT_ROWS = 96;  // (query, head) pairs of a unit, about
-constexpr int TILE_VECTORS = TILE / LANES;
+constexpr int TILE_VECTORS = TOKENS / LANES;
+constexpr int TILED_DIM = 32;  // of a head, at least, so that tile registers are used
 
 struct Arguments {
     const void* query;  // [tokens, kv_heads * group, dim], strides in numbers
@@ -37,42 +40,6 @@ struct Arguments {
     int32_t query_is_bf16, out_is_bf16;
 };
 
-// ---- Units
-
-struct Unit { int64_t row, kv_head, first, count; };  // queries [first, first + count) of a row
-
-// Units by number, the longest first: those of chunks, their last queries first; then one-token rows, KV head by KV
-// head, so that a prefix that rows share stays in the core's cache.
-class Units {
-public:
-    Units(const GroupRows& rows, int64_t kv_heads, int64_t queries)  // queries: of a unit, at most
-        : rows(rows), kv_heads(kv_heads), queries(queries) {}
-
-    // Numbers must not fall from call to call. False: there are not so many units.
-    bool find(int64_t number, Unit& unit) {
-        for (; phase <= kv_heads && rows.rows; advance()) {
-            const int64_t count = rows.counts[row], blocks = (count + queries - 1) / queries;
-            const int64_t units = phase == 0 ? (count > 1 ? blocks * kv_heads : 0) : count == 1;
-            if (number < before + units) {
-                const int64_t piece = number - before, first = (blocks - 1 - piece % blocks) * queries;
-                unit = {row, phase ? phase - 1 : piece / blocks, first, std::min(queries, count - first)};
-                return true;
-            }
-            before += units;
-        }
-        return false;
-    }
-
-private:
-    const GroupRows& rows;
-    const int64_t kv_heads, queries;
-    int64_t phase = 0, row = 0, before = 0;  // phase 0: chunks, then one a KV head; units before this row
-
-    void advance() {
-        if (++row == rows.rows) row = 0, phase++;
-    }
-};
-
 // ---- One thread's part of a call
 
 template <typename T>
@@ -85,7 +52,7 @@ public:
         : a(arguments), rows(rows), keys((const T*)(rows.keys ? rows.keys : a.keys)),
           values((const T*)(rows.values ? rows.values : a.values)), width((a.dim + LANES - 1) / LANES),
           most_queries(std::max<int64_t>(1, UNIT_ROWS / a.group)), most_rows(most_queries * a.group),
-          lies_in_vectors(a.page % LANES == 0 && a.dim >= LANES) {
+          lies_in_vectors(a.page % LANES == 0 && a.dim >= LANES), products(a.dim >= TILED_DIM) {
         size_t used = divide(nullptr);
         if (scratch.size() * sizeof(Floats) < used) scratch.resize(used / sizeof(Floats) + 1);
         divide((char*)scratch.data());
@@ -108,6 +75,7 @@ private:
     const int64_t width, most_queries, most_rows;  // width: vectors of a head
     const bool lies_in_vectors;                    // whether vectors can be read from the cache as it lies
     int64_t* value_columns;                        // [width] where each begins in a step of V
+    Multiplier<T> products;
 
     Unit unit;
     Activation* queries;  // [slices of DEPTH dims][most_rows][DEPTH], rows by query, then head
@@ -117,7 +85,7 @@ private:
     struct Run { const T* from; int first, last; };  // V of some tokens of the tile, in whole steps
     const T* tile_keys;
     int64_t key_columns[TILE_VECTORS], key_stride;
-    Run runs[TILE + 2];
+    Run runs[TOKENS + 2];
     int num_runs;
     T *key_copy, *value_copy, *edges[2];
     bool has_next;  // whether the next tile is known
@@ -134,8 +102,8 @@ private:
         take(sums, most_rows * width);
         take(softmax, most_rows);
         take(value_columns, width);
-        take(key_copy, TILE * a.dim);
-        take(value_copy, (TILE * a.dim + LANES * STEP));  // vectors of short heads reach beyond their step
+        take(key_copy, TOKENS * a.dim);
+        take(value_copy, (TOKENS * a.dim + LANES * STEP));  // vectors of short heads reach beyond their step
         for (T*& edge : edges) take(edge, (a.dim + LANES) * STEP);
         return used;
     }
@@ -154,7 +122,7 @@ private:
     // What any of the unit's queries [first, last) sees of a tile.
     Span seen(int64_t tile, int64_t first, int64_t last) const {
         return {(int)std::max<int64_t>(0, sees_from(position(first)) - tile),
-                (int)std::min<int64_t>(TILE, position(last) - tile)};
+                (int)std::min<int64_t>(TOKENS, position(last) - tile)};
     }
 
     int64_t block_of(const Unit& of, int64_t page) const {
@@ -167,9 +135,9 @@ private:
         const int64_t token = rows.offsets[unit.row] + unit.first, end = position(unit.count);
         if (a.query_is_bf16) begin((const Bf16*)a.query + token * a.query_stride);
         else begin((const float*)a.query + token * a.query_stride);
-        for (int64_t tile = sees_from(position(0)) / TILE * TILE; tile < end; tile += TILE) {
-            has_next = lies_in_vectors && unit.count == 1 && (tile + TILE < end || next);
-            if (has_next && tile + TILE < end) look_ahead(unit, tile + TILE, end);
+        for (int64_t tile = sees_from(position(0)) / TOKENS * TOKENS; tile < end; tile += TOKENS) {
+            has_next = lies_in_vectors && unit.count == 1 && (tile + TOKENS < end || next);
+            if (has_next && tile + TOKENS < end) look_ahead(unit, tile + TOKENS, end);
             else if (has_next) look_ahead(*next);
             attend_tile(tile, 0, unit.count);
         }
@@ -187,7 +155,7 @@ private:
             for (int64_t v = 0; v < width; v++) sums[r * width + v] = Floats{};
             softmax[r] = {Floats{}, -INF};
             if (a.sinks) {  // as a token without a value that came before all others
-                softmax[r].peak = a.sinks[head];
+                softmax[r].peak = a.sinks[head] * LOG2_E;
                 softmax[r].sums[0] = 1;
             }
         }
@@ -220,54 +188,76 @@ private:
             for (int64_t query = first; query < last; query++) attend_tile(tile, query, query + 1);
             return;
         }
-        const int64_t end = last * a.group;
-        for (int64_t r = first * a.group, size; r < end; r += size) {
-            const int64_t blocks = (end - r + MAX_ROWS - 1) / MAX_ROWS;
-            size = (end - r + blocks - 1) / blocks;
-            attend_rows(tile, r, size);
+        const int64_t begin = first * a.group, count = (last - first) * a.group;
+        const int64_t parts = (count + products.most_rows - 1) / products.most_rows;
+        Floats scores[Multiplier<T>::MOST_ROWS][TILE_VECTORS];
+        alignas(64) Activation weights[Multiplier<T>::MOST_ROWS * DEPTH];
+        Pairs now = pairs(tile, begin, begin + count / parts);
+        score(now, scores);
+        for (int64_t i = 1; i <= parts; i++) {
+            weigh_rows(tile, now, scores, weights);
+            const Pairs weighed = now;
+            if (i < parts) {  // before what needs the weights, since tile registers wait for them to reach the cache
+                now = pairs(tile, begin + count * i / parts, begin + count * (i + 1) / parts);
+                score(now, scores);
+            }
+            add_values(weighed, weights);
         }
     }
 
-    // (query, head) pairs [first, first + size) of the unit.
-    void attend_rows(int64_t tile, int64_t first, int size) {
-        const Span any = seen(tile, first / a.group, (first + size - 1) / a.group + 1);
-        if (any.first >= any.last) return;
-        const Span vectors = {any.first / LANES, (any.last + LANES - 1) / LANES};
-        Floats scores[MAX_ROWS][TILE_VECTORS];
-        Activation weights[MAX_ROWS * DEPTH];
-        score(first, size, vectors, scores);
-        for (int i = 0; i < size; i++) {
-            const int64_t query = (first + i) / a.group;
-            const Span own = seen(tile, query, query + 1);
-            const bool masked = own.first > vectors.first * LANES || own.last < vectors.last * LANES;
-            auto weigh_row = masked ? weigh<true, Activation> : weigh<false, Activation>;
-            const float decay = weigh_row(softmax[first + i], scores[i], vectors, own, a.rule, weights + i * DEPTH);
-            if (decay != 1)
-                for (int64_t v = 0; v < width; v++) sums[(first + i) * width + v] *= decay;
-        }
-        add_values(first, size, {any.first / STEP * STEP, (any.last + STEP - 1) / STEP * STEP}, weights);
+    struct Pairs {  // (query, head) pairs [first, first + size) of the unit, and what any of them sees of a tile
+        int64_t first;
+        int size;
+        Span any, vectors;
+
+        bool see_nothing() const { return any.first >= any.last; }
+    };
+
+    Pairs pairs(int64_t tile, int64_t first, int64_t last) const {
+        const Span any = seen(tile, first / a.group, (last - 1) / a.group + 1);
+        return {first, int(last - first), any, {any.first / LANES, (any.last + LANES - 1) / LANES}};
     }
 
-    void score(int64_t first, int size, Span vectors, Floats (*scores)[TILE_VECTORS]) {
-        for (int i = 0; i < size; i++)
-            for (int v = vectors.first; v < vectors.last; v++) scores[i][v] = Floats{};
+    void score(const Pairs& p, Floats (*scores)[TILE_VECTORS]) {
+        if (p.see_nothing()) return;
         for (int64_t d = 0; d < a.dim; d += DEPTH) {
             const T* from = tile_keys + d / STEP * key_stride;
-            const Columns<T> columns = {from, from, key_columns + vectors.first,
-                                        (has_next ? next_keys : key_columns) + vectors.first, key_stride};
-            add_products<T>(scores[0] + vectors.first, TILE_VECTORS, queries + d * most_rows + first * DEPTH, columns,
-                            size, vectors.last - vectors.first, std::min<int64_t>(DEPTH, a.dim - d));
+            const Columns<T> columns = {from, from, key_columns + p.vectors.first,
+                                        (has_next ? next_keys : key_columns) + p.vectors.first, key_stride, from};
+            products.add(scores[0] + p.vectors.first, TILE_VECTORS, queries + d * most_rows + p.first * DEPTH, columns,
+                         p.size, p.vectors.last - p.vectors.first, std::min<int64_t>(DEPTH, a.dim - d), d == 0);
         }
     }
 
-    void add_values(int64_t first, int size, Span steps, const Activation* weights) {
+    void weigh_rows(int64_t tile, const Pairs& p, Floats (*scores)[TILE_VECTORS], Activation* weights) {
+        if (p.see_nothing()) return;
+        if (products.tiled && p.vectors.last - p.vectors.first < TILE_VECTORS)
+            memset(weights, 0, p.size * DEPTH * sizeof *weights);
+        for (int i = 0; i < p.size; i++) {
+            const int64_t query = (p.first + i) / a.group;
+            const Span own = seen(tile, query, query + 1);
+            const bool masked = own.first > p.vectors.first * LANES || own.last < p.vectors.last * LANES;
+            auto weigh_row = masked ? weigh<true, Activation> : weigh<false, Activation>;
+            const float decay =
+                weigh_row(softmax[p.first + i], scores[i], p.vectors, own, a.rule, weights + i * DEPTH);
+            if (decay != 1)
+                for (int64_t v = 0; v < width; v++) sums[(p.first + i) * width + v] *= decay;
+        }
+    }
+
+    void add_values(const Pairs& p, const Activation* weights) {
+        if (p.see_nothing()) return;
+        const int step = products.step, first = p.any.first / step * step, last = (p.any.last + step - 1) / step * step;
         for (int i = 0; i < num_runs; i++) {
-            const int begin = std::max(runs[i].first, steps.first), end = std::min(runs[i].last, steps.last);
+            const int begin = std::max(runs[i].first, first), end = std::min(runs[i].last, last);
             if (begin >= end) continue;
-            const T* from = runs[i].from + (begin - runs[i].first) * a.dim;
-            const T* next = has_next ? values + next_values[begin / LANES] + begin % LANES * a.dim : from;
-            const Columns<T> columns = {from, next, value_columns, value_columns, a.dim * STEP};
-            add_products<T>(sums + first * width, width, weights + begin, columns, size, width, end - begin);
+            const T *from = runs[i].from + (begin - runs[i].first) * a.dim, *next = from, *next_half = from;
+            if (has_next) {
+                next = values + next_values[begin / LANES] + begin % LANES * a.dim;
+                if (products.tiled) next_half = values + next_values[begin / LANES + 1] - LANES * a.dim;
+            }
+            const Columns<T> columns = {from, next, value_columns, value_columns, a.dim * STEP, next_half};
+            products.add(sums + p.first * width, width, weights + begin, columns, p.size, width, end - begin, false);
         }
     }
 
@@ -276,32 +266,68 @@ private:
     // Tokens [seen.first, seen.last) of a tile: in the cache, or copied where vectors cannot be read there.
     void locate(int64_t tile, Span seen) {
         const int align = lies_in_vectors ? LANES : STEP;
-        int token = seen.first / align * align;
-        int64_t page = (tile + token) / a.page, slot = (tile + token) % a.page;
         num_runs = 0;
-        for (; token < seen.last; slot = 0, page++) {
-            const int64_t block = block_of(unit, page);
-            const int end = std::min<int64_t>(token + a.page - slot, TILE);
-            if (lies_in_vectors) {
+        const Span aligned = {seen.first / align * align, seen.last};
+        for_each_page(tile, aligned, [&](int64_t block, int64_t slot, int token, int end) {
+            if (lies_in_vectors)
                 for (int t = token; t < end; t += LANES) key_columns[t / LANES] = block + (slot + t - token) * STEP;
-                add_runs(values + block + slot * a.dim, token, end, seen);
-            } else {
-                copy(block, slot, token, std::min(end, (seen.last + STEP - 1) / STEP * STEP));
-            }
-            token = end;
-        }
+            else copy_keys(block, slot, token, end);
+            if (products.tiled) return;
+            if (lies_in_vectors) add_runs(values + block + slot * a.dim, token, end, seen);
+            else copy_values(block, slot, token, end);
+        });
         tile_keys = lies_in_vectors ? keys : key_copy;
-        key_stride = (lies_in_vectors ? a.page : TILE) * STEP;
-        if (lies_in_vectors) return;
-        for (int v = 0; v < TILE_VECTORS; v++) key_columns[v] = v * LANES * STEP;
-        add_runs(value_copy, 0, TILE, seen);
+        key_stride = (lies_in_vectors ? a.page : TOKENS) * STEP;
+        if (!lies_in_vectors)
+            for (int v = 0; v < TILE_VECTORS; v++) key_columns[v] = v * LANES * STEP;
+        if (products.tiled)
+            for (int first = seen.first / products.step * products.step; first < seen.last; first += products.step)
+                add_whole_run(tile, first, seen);
+        else if (!lies_in_vectors) add_runs(value_copy, 0, TOKENS, seen);
     }
 
-    void copy(int64_t block, int64_t slot, int token, int end) {
-        const int64_t size = (end - token) * sizeof(T);
+    // Calls visit(block, slot, first, last) for the tokens of a tile that lie side by side.
+    template <typename Visit>
+    void for_each_page(int64_t tile, Span tokens, Visit visit) {
+        int64_t page = (tile + tokens.first) / a.page, slot = (tile + tokens.first) % a.page;
+        for (int token = tokens.first, end; token < tokens.last; token = end, slot = 0, page++) {
+            end = std::min<int64_t>(token + a.page - slot, tokens.last);
+            visit(block_of(unit, page), slot, token, end);
+        }
+    }
+
+    void copy_keys(int64_t block, int64_t slot, int first, int last) {
         for (int64_t d = 0; d < a.dim; d += STEP)
-            memcpy(key_copy + d * TILE + token * STEP, keys + block + d * a.page + slot * STEP, size * STEP);
-        memcpy(value_copy + token * a.dim, values + block + slot * a.dim, size * a.dim);
+            memcpy(key_copy + d * TOKENS + first * STEP, keys + block + d * a.page + slot * STEP,
+                   (last - first) * STEP * sizeof(T));
+    }
+
+    void copy_values(int64_t block, int64_t slot, int first, int last) {
+        last = (last + STEP - 1) / STEP * STEP;
+        memcpy(value_copy + first * a.dim, values + block + slot * a.dim, (last - first) * a.dim * sizeof(T));
+    }
+
+    // As many tokens from `first` on as a tile register takes: zeros for those that are not seen.
+    void add_whole_run(int64_t tile, int first, Span seen) {
+        const int size = products.step, last = first + size;
+        const Span some = {std::max(first, seen.first), std::min(last, seen.last)};
+        if (some.last - some.first == size && a.page % size == 0) {
+            const int64_t page = (tile + first) / a.page, slot = (tile + first) % a.page;
+            runs[num_runs++] = {values + block_of(unit, page) + slot * a.dim, first, last};
+            return;
+        }
+        T* const copy = value_copy + first * a.dim;
+        if (some.last - some.first < size) memset(copy, 0, size * a.dim * sizeof(T));
+        for_each_page(tile, {some.first / STEP * STEP, some.last},
+                      [&](int64_t block, int64_t slot, int begin, int end) { copy_values(block, slot, begin, end); });
+        if (some.first % STEP) clear_value(some.first - 1);  // in a step with one that is seen
+        if (some.last % STEP) clear_value(some.last);
+        runs[num_runs++] = {copy, first, last};
+    }
+
+    void clear_value(int token) {
+        T* const step = value_copy + token / STEP * STEP * a.dim;
+        for (int64_t d = 0; d < a.dim; d++) step[d * STEP + token % STEP] = T{};
     }
 
     // V of tokens [first, last) of the tile lies at `from`; takes what is seen. Where only one token of a step is, the
@@ -335,7 +361,7 @@ private:
 
     void look_ahead(const Unit& of) {
         const int64_t first = rows.starts[of.row] + of.first;
-        look_ahead(of, sees_from(first) / TILE * TILE, first + of.count);
+        look_ahead(of, sees_from(first) / TOKENS * TOKENS, first + of.count);
     }
 
     // Notes where the vectors of a tile lie, to be fetched while another is computed.

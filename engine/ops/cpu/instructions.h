@@ -18,6 +18,7 @@ typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats16 __attribute__((vector_size(64)));
 typedef int32_t Ints8 __attribute__((vector_size(32)));
 typedef int32_t Ints16 __attribute__((vector_size(64)));
+typedef uint16_t Halves16 __attribute__((vector_size(32)));
 
 #if defined(__FMA__)
 inline Floats8 fused_add_product(Floats8 sum, Floats8 left, Floats8 right) {
@@ -72,6 +73,14 @@ inline Floats16 add_dot_product(Floats16 sum, Ints16 left, Ints16 right) {
 #else
     typedef int16_t Pairs __attribute__((vector_size(64)));
     return __builtin_ia32_dpbf16ps_v16sf(sum, (Pairs)left, (Pairs)right);
+#endif
+}
+
+inline Halves16 rounded16(Floats16 numbers) {  // to bf16, nearest even
+#if defined(INTRINSICS)
+    return (Halves16)_mm512_cvtneps_pbh((__m512)numbers);
+#else
+    return (Halves16)__builtin_ia32_cvtneps2bf16_v16sf(numbers);
 #endif
 }
 #endif

@@ -85,6 +85,18 @@ inline void store(Bf16* to, Floats value) {
     memcpy(to, &halves, sizeof halves);
 }
 
+// As `store`, by the processor's instruction if it has one, which takes numbers below the least normal one for 0.
+inline void store_nearest(float* to, Floats value) { store(to, value); }
+
+inline void store_nearest(Bf16* to, Floats value) {
+#if defined(__AVX512BF16__) && LANES == 16
+    const Halves halves = rounded16(value);
+    memcpy(to, &halves, sizeof halves);
+#else
+    store(to, value);
+#endif
+}
+
 inline void store_first(float* to, Floats value, int64_t count) { memcpy(to, &value, count * sizeof(float)); }
 
 inline void store_first(Bf16* to, Floats value, int64_t count) {

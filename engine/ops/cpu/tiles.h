@@ -68,12 +68,17 @@ inline void store_tile(void* to, int64_t stride) {
 
 template <int N>
 inline void add_tile_product() {
-    for (int r = 0; r < twin().rows[N]; r++) {
-        auto* sums = (float*)twin().bytes[N][r];
-        auto* left = (const Bf16*)twin().bytes[LEFT][r];
-        for (int column = 0; column < TILE; column++)
-            for (int k = 0; k < 2 * TILE; k++)
-                sums[column] += to_float(left[k]) * to_float(((const Bf16*)twin().bytes[RIGHT][k / 2])[2 * column + k % 2]);
+    static_assert(TILE == LANES, "a row of sums is a vector");
+    TwinTiles& t = twin();
+    for (int r = 0; r < t.rows[N]; r++) {
+        Floats sum = load_as<Floats>(t.bytes[N][r]);
+        const auto* left = (const Bf16*)t.bytes[LEFT][r];
+        for (int pair = 0; pair < TILE; pair++) {
+            const Words right = load_as<Words>(t.bytes[RIGHT][pair]);
+            sum += to_float(left[2 * pair]) * (Floats)(right << 16);
+            sum += to_float(left[2 * pair + 1]) * (Floats)(right & 0xffff0000u);
+        }
+        memcpy(t.bytes[N][r], &sum, sizeof sum);
     }
 }
 
