@@ -1,0 +1,38 @@
+"""Operations of GPUs in Triton, which compiles them on first use: nothing has to be built or installed beside torch.
+
+`probe` tells whether they can run; all else is loaded by who uses it, since machines without Triton import this.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+_LEAST_CAPABILITY = (8, 0)  # bfloat16 in the tensor cores
+_LEAST_VERSION = (3, 6)
+
+
+def probe(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device; None: they can.
+
+    Triton's interpreter (`TRITON_INTERPRET=1` in the environment) runs them on CPU, for tests.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < _LEAST_VERSION:
+        return f"Triton is {triton.__version__}, and {'.'.join(map(str, _LEAST_VERSION))} is needed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type == "cpu":
+        return None if interpreted else "Triton has no kernels for CPU"
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"the Triton kernels are for CUDA, not for {device.type if torch.version.hip is None else 'ROCm'}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
+        least, there = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, capability))
+        return f"the Triton kernels need compute capability {least}, and {device} has {there}"
+    return None
