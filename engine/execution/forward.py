@@ -18,6 +18,7 @@ from engine.model.attention import CONTEXT_ARGUMENT, StepContext
 from engine.ops.interface import Ops
 
 if TYPE_CHECKING:
+    from engine.model.gpu_layer import GpuDecoder
     from engine.model.layer import FusedDecoder
 
 
@@ -66,22 +67,21 @@ class Forward:
 
 
 class FusedForward:
-    """`Forward` for models that run as one tape of kernels.
+    """`Forward` for models that run in the kernels of their device.
 
     Attributes:
         device: of the model.
     """
 
-    device = torch.device("cpu")
-
-    def __init__(self, decoder: FusedDecoder) -> None:
+    def __init__(self, decoder: FusedDecoder | GpuDecoder) -> None:
+        self.device = decoder.device
         self._decoder = decoder
 
     def __call__(self, inputs: DeviceInputs, plan: Any) -> torch.Tensor:
-        """As `Forward`, but float32, and valid until the next call.
+        """As `Forward`; on CPU float32, valid until the next call.
 
         Raises:
-            IndexError: an id is not in the vocabulary.
+            IndexError: on CPU, an id is not in the vocabulary.
         """
         return self._decoder(inputs.input_ids, inputs.position_ids, inputs.keep, plan.groups)
 

@@ -117,7 +117,7 @@ def rotary_lines(decoder: Decoder, rope: str, positions: torch.Tensor) -> torch.
     Raises:
         NotFusedError: not the two halves of a head are turned together.
     """
-    like = torch.empty(1, dtype=torch.float32)
+    like = torch.empty(1, dtype=torch.float32, device=positions.device)
     arguments = (rope,) if rope else ()
     lines = torch.stack(decoder.rotary(like, positions[None], *arguments))[:, 0].float().transpose(0, 1)
     pairs = lines.shape[2] // 2

@@ -1,4 +1,4 @@
-"""Whether a model runs fused: as one tape of kernels in the place of its own forward.
+"""Whether a model runs fused: by the kernels of its device in the place of its own forward.
 
 Called by the model runner when it is built. Says in one log line which way the model runs, and why.
 """
@@ -10,17 +10,19 @@ import logging
 from torch import nn
 
 from engine.model.families import NotFusedError
+from engine.model.gpu_layer import GpuDecoder
 from engine.model.layer import FusedDecoder
 from engine.model.recognition import describe
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.interface import Ops
+from engine.ops.triton.triton_ops import TritonOps
 from engine.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
-def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | None:
-    """The model as one tape, through the cache of `ops`; None where its own forward must run.
+def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | GpuDecoder | None:
+    """The model in the kernels of its device, through the cache of `ops`; None where its own forward must run.
 
     Args:
         model: what `make_shadow` returned.
@@ -29,21 +31,12 @@ def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | None:
         NotImplementedError: weights are to be kept in 8 bits, and the model cannot run fused.
     """
     try:
-        if not isinstance(ops, CpuOps):
+        if not isinstance(ops, CpuOps | TritonOps):
             why = getattr(ops, "why_plain", "other operations were given")
             raise NotFusedError(f"its attention does not run in the engine's compiled kernels ({why})")
         if settings.mixed_compile is not None or settings.decode_compile is not None:
             raise NotFusedError("it is to be compiled")
-        decoder = describe(model)
-        fused = FusedDecoder(
-            decoder,
-            ops,
-            settings.max_batch_tokens,
-            settings.max_requests,
-            settings.context_length,
-            quantize=settings.weight_quantization is not None,
-            release=settings.release_weights,
-        )
+        fused = _on_cpu(model, ops, settings) if isinstance(ops, CpuOps) else _on_gpu(model, ops, settings)
     except NotFusedError as reason:
         if settings.weight_quantization is not None:
             raise NotImplementedError(
@@ -54,5 +47,26 @@ def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | None:
             logger.info("release_weights=True has no effect: there are no packed copies of the model's weights")
         logger.info("model: runs by transformers' own forward: %s", reason)
         return None
-    logger.info("model: runs fused, as %s", decoder.family)
+    logger.info("model: runs fused, as %s", fused.family)
+    return fused
+
+
+def _on_cpu(model: nn.Module, ops: CpuOps, settings: Settings) -> FusedDecoder:
+    return FusedDecoder(
+        describe(model),
+        ops,
+        settings.max_batch_tokens,
+        settings.max_requests,
+        settings.context_length,
+        quantize=settings.weight_quantization is not None,
+        release=settings.release_weights,
+    )
+
+
+def _on_gpu(model: nn.Module, ops: TritonOps, settings: Settings) -> GpuDecoder:
+    if settings.weight_quantization is not None:
+        raise NotFusedError("the kernels for 8 bits are for CPU")
+    fused = GpuDecoder(describe(model), ops, settings.context_length)
+    if settings.release_weights:
+        logger.info("release_weights=True has no effect: there are no packed copies of the model's weights")
     return fused

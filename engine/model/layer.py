@@ -1,4 +1,4 @@
-"""The fused decoder: a whole forward pass of a known model as one tape of compiled kernels.
+"""The fused decoder of CPUs: a whole forward pass of a known model as one tape of compiled kernels.
 
 Made and called by the model runner, for models that families.py describes, on CPU. Reads the parameters that the
 shadow's modules have, when it is made and at each `refresh`; keeps packed copies of the matrices and float32 copies of
@@ -39,9 +39,15 @@ class FusedDecoder:
         quantize: matrices are kept in 8 bits.
         release: the model's matrices are given up once all are copied.
 
+    Attributes:
+        device: of the model.
+        family: of the decoder.
+
     Raises:
         NotFusedError: the cache does not fit the model, or the copies do not fit the memory.
     """
+
+    device = torch.device("cpu")
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class FusedDecoder:
         if not release:
             _check_memory(decoder)
         self._decoder, self._ops = decoder, ops
+        self.family = decoder.family
         self._quantize, self._release = quantize, release
         self._floats: list[_Floats] = []
         self._layers = [self._copy_layer(layer) for layer in decoder.layers]

@@ -59,7 +59,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def describe(model: nn.Module) -> Decoder:
-    """What a model computes, if it is one of the known decoders, whole and in this process, in float32 or bfloat16.
+    """What a model computes, if it is one of the known decoders, whole, on one device, in float32 or bfloat16.
 
     Raises:
         NotFusedError: it is not.
@@ -255,8 +255,11 @@ def _check_parameters(model: nn.Module) -> None:
     if len(dtypes) != 1 or not dtypes.issubset(_DTYPES):
         raise NotFusedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}")
     for parameter in model.parameters():
-        if type(parameter) is not nn.Parameter or parameter.device.type != "cpu" or not parameter.is_contiguous():
-            raise NotFusedError("parameters are not plain, contiguous tensors on CPU")
+        is_known = type(parameter) is nn.Parameter and parameter.device.type in ("cpu", "cuda")
+        if not is_known or not parameter.is_contiguous():
+            raise NotFusedError("parameters are not plain, contiguous tensors on CPU or CUDA")
+    if len({parameter.device for parameter in model.parameters()}) != 1:
+        raise NotFusedError("parameters are on several devices")
 
 
 def _check_config(config: PreTrainedConfig) -> None:

@@ -91,7 +91,7 @@ class Step:
 class Cache:
     """One layer's cache in which the same row always holds the same numbers; all else is NaN."""
 
-    heads, kv_heads, dim, page, row_blocks = 6, 2, 16, 4, 150
+    heads, kv_heads, dim, page, row_blocks = 3, 1, 16, 4, 150
 
     def __init__(self, rows: int, window: int | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.kv = allocate(1, rows * self.row_blocks, self.kv_heads, self.page, self.dim, dtype, trash=True)

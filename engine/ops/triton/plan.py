@@ -111,6 +111,13 @@ class GroupPlan:
         return self.numbers[start : start + size]
 
 
+@dataclass(slots=True)
+class StepPlan:
+    """One plan a layer group."""
+
+    groups: list[GroupPlan]
+
+
 class Planner:
     """Makes `GroupPlan`s for one cache."""
 

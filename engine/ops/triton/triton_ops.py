@@ -15,7 +15,7 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
 from engine.ops.triton import probe
-from engine.ops.triton.plan import Capacity, GroupPlan, Planner, most_splits
+from engine.ops.triton.plan import Capacity, GroupPlan, Planner, StepPlan, most_splits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,9 +46,10 @@ class TritonOps:
             raise NotImplementedError(f"there is no Triton kernel for {kv.dtype}")
         if kv.head_dim > _MOST_DIM:
             raise NotImplementedError(f"the Triton kernels are for heads of up to {_MOST_DIM}, not {kv.head_dim}")
-        from engine.ops.triton import decode, prefill, tile, write
+        from engine.ops.triton import decode, prefill, rotary, tile, write
 
-        self._decode, self._prefill, self._write, self._rule = decode.decode, prefill.prefill, write.write, tile.ScoreRule.of
+        self._decode, self._prefill, self._rule = decode.decode, prefill.prefill, tile.ScoreRule.of
+        self._write, self._rotate_and_write = write.write, rotary.rotate_and_write
         groups = groups or [LayerGroup(tuple(range(len(kv.keys))))]
         self.kv_shape = (kv.num_kv_heads, kv.head_dim)
         self._kv, self._trash, self._page = kv, kv.num_blocks_allocated - 1, kv.page_size
@@ -64,17 +65,19 @@ class TritonOps:
 
     # Planning
 
-    def plan(self, rows: PackedRows) -> list[GroupPlan]:
-        """One plan a group, as large as the step."""
+    def plan(self, rows: PackedRows) -> StepPlan:
+        """As large as the step."""
         if rows.block_tables is None:
-            return [self._planner.without_cache(rows)] * len(self._windows)
-        return [self._planner.exact(rows, tables, window) for tables, window in self._groups(rows)]
+            return StepPlan([self._planner.without_cache(rows)] * len(self._windows))
+        return StepPlan([self._planner.exact(rows, tables, window) for tables, window in self._groups(rows)])
 
-    def plan_decode(self, rows: PackedRows, num_rows: int, max_blocks: int) -> list[GroupPlan]:
+    def plan_decode(self, rows: PackedRows, num_rows: int, max_blocks: int) -> StepPlan:
         """See `Ops.plan_decode`."""
         count = len(rows.starts)
         if count > num_rows or rows.num_single != count:
-            raise ValueError(f"{num_rows} rows of one token fit this plan, not {count} of which {rows.num_single} have one")
+            raise ValueError(
+                f"{num_rows} rows of one token fit this plan, not {count} of which {rows.num_single} have one"
+            )
         sizes = rows.starts // self._page + 1
         if count and sizes.max() > max_blocks:
             raise ValueError(f"a row of {sizes.max()} blocks does not fit a plan of {max_blocks} blocks a row")
@@ -82,26 +85,27 @@ class TritonOps:
         capacity = Capacity(num_rows, num_rows, num_rows * max_blocks, splits, chunked=False)
         return self._fixed(rows, capacity, self._trash)
 
-    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> list[GroupPlan]:
+    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> StepPlan:
         """See `FixedMixedOps`."""
         blocks = num_kv // self._page + num_rows
         splits = most_splits(num_kv) + num_rows
         return self._fixed(rows, Capacity(num_rows, num_tokens, blocks, splits, chunked=True), None)
 
-    def _fixed(self, rows: PackedRows, capacity: Capacity, trash: int | None) -> list[GroupPlan]:
+    def _fixed(self, rows: PackedRows, capacity: Capacity, trash: int | None) -> StepPlan:
         pairs = self._groups(rows)
-        return [self._planner.fixed(rows, tables, window, capacity, trash) for tables, window in pairs]
+        return StepPlan([self._planner.fixed(rows, tables, window, capacity, trash) for tables, window in pairs])
 
     def _groups(self, rows: PackedRows) -> list[tuple[np.ndarray, int | None]]:
         return list(zip(rows.block_tables or [], self._windows, strict=True))
 
     # Each layer
 
-    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: Sequence[GroupPlan]) -> None:
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor, plan: StepPlan) -> None:
         """See `Ops.write_kv`."""
         group, tensor = self._places[layer]
-        if plan[group].paged:
-            self._write(_inner(key), _inner(value), self._kv.keys[tensor], self._kv.values[tensor], plan[group])
+        part = plan.groups[group]
+        if part.paged:
+            self._write(_inner(key), _inner(value), self._kv.keys[tensor], self._kv.values[tensor], part)
 
     def attend(
         self,
@@ -109,20 +113,58 @@ class TritonOps:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        plan: Sequence[GroupPlan],
+        plan: StepPlan,
         scaling: float | None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Ops.attend`."""
         group, tensor = self._places[layer]
-        part, window = plan[group], self._windows[group]
         keys, values = self._kv.keys[tensor], self._kv.values[tensor]
-        if not part.paged:
+        if not plan.groups[group].paged:
             keys, values = key.to(keys.dtype).contiguous(), value.to(keys.dtype).contiguous()
-        query = _inner(query)
+        return self._attend(group, _inner(query), keys, values, plan.groups, (scaling, softcap), sinks)
+
+    def rotate_and_attend(
+        self,
+        layer: int,
+        projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        groups: Sequence[GroupPlan],
+        *,
+        norms: tuple[torch.Tensor, torch.Tensor] | None,
+        epsilon: float,
+        scaling: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Norms, rotates, writes K and V and attends, for models that run fused.
+
+        Args:
+            projected: query [tokens, heads * dim], key and value [tokens, kv_heads * dim], the last dimension
+                contiguous.
+            positions, table, norms, epsilon: as of `rotate_and_write`.
+            groups: of the step's plan.
+            scaling, softcap: as of `Ops.attend`, whose result this has.
+        """
+        group, tensor = self._places[layer]
+        cache = self._kv.keys[tensor], self._kv.values[tensor]
+        rotated = self._rotate_and_write(*projected, positions, table, cache, groups[group], norms, epsilon)
+        return self._attend(group, *rotated, groups, (scaling, softcap), None)
+
+    def _attend(
+        self,
+        group: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        groups: Sequence[GroupPlan],
+        scores: tuple[float | None, float | None],
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        part, window = groups[group], self._windows[group]
         out = query.new_empty(query.shape)
-        rule = self._rule(query.shape[2], scaling, softcap)
+        rule = self._rule(query.shape[2], *scores)
         sinks = None if sinks is None else sinks.contiguous()
         if part.capacity.splits:
             self._decode(query, keys, values, part, out, window=window, rule=rule, sinks=sinks)

@@ -1,0 +1,175 @@
+"""The fused decoder of GPUs: a known model's forward pass of matrix products and some five other kernels a layer.
+
+Made and called by the model runner, for models that families.py describes, on the Triton operations. Reads the
+parameters that the shadow's modules have at every call, so weights may be written to or replaced at any time. Knows
+nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional as F
+
+from engine.model.families import Decoder, Layer, Norm, NotFusedError, Rows, rotary_lines
+
+if TYPE_CHECKING:
+    from engine.ops.triton.plan import GroupPlan
+    from engine.ops.triton.triton_ops import TritonOps
+
+_CHANGING_ROPES = ("dynamic", "longrope")  # whose frequencies change with the longest row of a step
+
+
+class GpuDecoder:
+    """Packed tokens in, logits out, through the cache of `ops`.
+
+    Args:
+        decoder: what `describe` returned.
+        ops: bound to the cache, with the windows of its layers.
+        positions: what a request has at most.
+
+    Attributes:
+        device: of the model.
+        family: of the decoder.
+
+    Raises:
+        NotFusedError: the cache does not fit the model, or its positions are encoded in a way that is not known.
+    """
+
+    def __init__(self, decoder: Decoder, ops: TritonOps, positions: int) -> None:
+        if ops.kv_shape != (decoder.num_kv_heads, decoder.head_dim):
+            raise NotFusedError(f"the cache is for {ops.kv_shape[0]} heads of {ops.kv_shape[1]}")
+        for number, layer in enumerate(decoder.layers):
+            if layer.window != ops.window(number):
+                raise NotFusedError(f"layer {number} has a window of {layer.window}, the cache {ops.window(number)}")
+        self._decoder, self._ops = decoder, ops
+        self.device, self.family = decoder.head.weight.device, decoder.family
+        self._tables = {rope: self._table(rope, positions) for rope in {layer.rope for layer in decoder.layers}}
+        self._weights: list[_NormWeights] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Makes what was written into the weights of norms, of which there are float32 copies, count."""
+        weights = [_NormWeights.of(layer) for layer in self._decoder.layers]
+        if not self._weights:
+            self._weights, self._final = weights, self._decoder.norm.weight()
+            return
+        # Recorded graphs read the copies where they are.
+        for old, new in zip(self._weights, weights, strict=True):
+            for name in _NormWeights.__slots__:
+                if (copy := getattr(old, name)) is not None:
+                    copy.copy_(getattr(new, name))
+        self._final.copy_(self._decoder.norm.weight())
+
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, groups: Sequence[GroupPlan]
+    ) -> torch.Tensor:
+        """Writes the step's K/V; the logits of `keep`, [kept, vocab_size] in the model's dtype.
+
+        Args:
+            ids, positions: int64 [tokens]; `keep`: int64 [kept].
+            groups: what `ops` planned for each layer group.
+        """
+        from engine.ops.triton.norms import add_norm, rms_norm
+
+        decoder = self._decoder
+        hidden = F.embedding(ids, decoder.embedding.weight)
+        if decoder.embedding_scale != 1.0:
+            hidden = hidden * decoder.embedding_scale
+        first = self._weights[0].before_attention
+        normed = hidden if first is None else rms_norm(hidden, first, decoder.epsilon)
+        last = len(decoder.layers) - 1
+        for number, (layer, weights) in enumerate(zip(decoder.layers, self._weights, strict=True)):
+            attended = self._attend(number, layer, weights, normed, positions, groups)
+            if number == last:  # behind it only rows whose logits are wanted go on
+                attended, hidden = attended.index_select(0, keep), hidden.index_select(0, keep)
+            added = _linear(layer.output, attended)
+            hidden, normed = add_norm(hidden, added, weights.before_mlp, decoder.epsilon, weights.after_attention)
+            added = self._mlp(layer, normed)
+            following = self._final if number == last else self._weights[number + 1].before_attention
+            hidden, normed = add_norm(hidden, added, following, decoder.epsilon, weights.after_mlp)
+        logits = F.linear(normed, decoder.head.weight)
+        cap = decoder.logits_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _attend(
+        self,
+        number: int,
+        layer: Layer,
+        weights: _NormWeights,
+        normed: torch.Tensor,
+        positions: torch.Tensor,
+        groups: Sequence[GroupPlan],
+    ) -> torch.Tensor:
+        """[tokens, heads * head_dim], before the output projection."""
+        from engine.ops.triton.norms import rms_norm
+
+        query, key, value = (_linear(part, normed) for part in (layer.query, layer.key, layer.value))
+        norms = None
+        if weights.query is not None and weights.key is not None:
+            if len(weights.query) == self._decoder.head_dim:
+                norms = weights.query, weights.key
+            else:  # of all heads at once
+                query = rms_norm(query, weights.query, self._decoder.epsilon)
+                key = rms_norm(key, weights.key, self._decoder.epsilon)
+        if layer.rope is None:
+            positions = torch.zeros_like(positions)
+        out = self._ops.rotate_and_attend(
+            number,
+            (query, key, value),
+            positions,
+            self._tables[layer.rope],
+            groups,
+            norms=norms,
+            epsilon=self._decoder.epsilon,
+            scaling=layer.scaling,
+            softcap=layer.softcap,
+        )
+        return out.flatten(1)
+
+    def _mlp(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
+        from engine.ops.triton.gate import gated
+
+        gate, up = _linear(layer.gate, normed), _linear(layer.up, normed)
+        return _linear(layer.down, gated(gate, up, layer.activation))
+
+    def _table(self, rope: str | None, positions: int) -> torch.Tensor:
+        """Float32 [positions, 2, pairs]; one line that turns nothing where positions are not encoded."""
+        decoder = self._decoder
+        if rope is None:
+            pairs = decoder.head_dim // 2
+            return torch.stack((torch.ones(pairs), torch.zeros(pairs)))[None].to(self.device)
+        kinds = getattr(decoder.rotary, "rope_type", "default")
+        kind = kinds.get(rope) if isinstance(kinds, dict) else kinds
+        if kind in _CHANGING_ROPES:
+            raise NotFusedError(f"its rotary frequencies change with the context ({kind})")
+        return rotary_lines(decoder, rope, torch.arange(positions, device=self.device)).contiguous()
+
+
+@dataclass(slots=True)
+class _NormWeights:
+    """Float32, of one layer; None: there is no such norm."""
+
+    before_attention: torch.Tensor | None
+    after_attention: torch.Tensor | None
+    before_mlp: torch.Tensor | None
+    after_mlp: torch.Tensor | None
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+
+    @classmethod
+    def of(cls, layer: Layer) -> _NormWeights:
+        """Copies of a layer's."""
+        norms = layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp
+        return cls(*map(_weight, (*norms, layer.query_norm, layer.key_norm)))
+
+
+def _weight(norm: Norm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight().clone()
+
+
+def _linear(part: Rows, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, part.weight(), part.bias())
