@@ -66,10 +66,9 @@ def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
     from engine.distributed.sharding import tensor_parallel_mesh
     from engine.execution.model_runner import ModelRunner
     from engine.model.shadow import ParameterSource, make_shadow
-    from engine.sampling.sampler import Sampler
 
     shadow = make_shadow(model)
     source = ParameterSource(model, shadow)
     # Copies depend on the memory of each process, and change rounding.
     pack = tensor_parallel_mesh(model) is None
-    return ModelRunner(shadow, settings, Sampler(settings.vocab_size), source=source, pack=pack)
+    return ModelRunner(shadow, settings, source=source, pack=pack)

@@ -126,7 +126,6 @@ class ModelRunner:
         self._model = model
         self._source = source
         self._facts = facts = model_facts(model)
-        self._sampler = sampler or Sampler(facts.vocab_size)
         self._packer = InputPacker()
         self._device = next(model.parameters()).device
         self._num_groups = len(settings.groups)
@@ -140,6 +139,7 @@ class ModelRunner:
             auto_switch=settings.auto_switch_to_flash,
             flash_package=settings.flash_package,
         )
+        self._sampler = sampler or Sampler(facts.vocab_size, getattr(self._ops, "choose_most_likely", None))
         self._sizes = PathSizes(
             page_size=settings.page_size,
             trash_block=kv.num_blocks_allocated - 1,

@@ -7,7 +7,7 @@ tensors only. Called by the model runner. Knows nothing of blocks, steps or devi
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -141,15 +141,23 @@ class Sampled:
         return StepOutput(token_ids, self.logprobs.chosen.tolist(), errors, lists if any(lists) else None)
 
 
+# Chooses by scores, top_k (None: all), top_p, min_p and uniform, which are on the host, most likely tokens first.
+MostLikely = Callable[[Scores, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor], Choice]
+
+
 class Sampler:
     """Chooses one token per row.
 
     A row's token depends on its logits, its request's parameters and the tokens so far, and on nothing else of the
     batch.
+
+    Args:
+        most_likely: the device's own way to choose under top-k and top-p; None: that of processors.py.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, most_likely: MostLikely | None = None) -> None:
         self.vocab_size = vocab_size
+        self._most_likely = most_likely
         self.workspace = Workspace()
         self._edits = EditsBuilder(vocab_size)
         self._rows = _SortedRows([])
@@ -198,10 +206,13 @@ class Sampler:
         if plan.greedy and logprobs is not None:
             logprobs.add(plan.greedy, self._of(scores, plan.greedy.rows), tokens[plan.greedy.rows])
         for kind, group in plan.groups.items():
-            drawn = self._of(scores, group.numbers)
-            rows, device = group.rows.to(logits.device), logits.device
-            drawn.best, drawn.temperature = best.values[rows], group.temperature.to(device, torch.float32)
-            choice = _choose(kind, group, drawn)
+            # Without waiting: what the host has copied into the driver's memory it may overwrite.
+            device = logits.device
+            rows = group.rows.to(device, non_blocking=True)
+            drawn = self._of(scores, rows)
+            temperature = group.temperature.float().to(device, non_blocking=True)
+            drawn.best, drawn.temperature = best.values[rows], temperature
+            choice = _choose(kind, group, drawn, self._most_likely)
             tokens[rows] = choice.tokens
             if group.asked and logprobs is not None:
                 logprobs.add_choice(group.asked, group.at, drawn, choice)
@@ -223,7 +234,7 @@ class Sampler:
         return Scores(torch.index_select(logits, 0, torch.tensor(rows, device=logits.device), out=copy), self.workspace)
 
     @staticmethod
-    def _of(scores: Scores, rows: list[int]) -> Scores:
+    def _of(scores: Scores, rows: list[int] | torch.Tensor) -> Scores:
         """Of these rows, in ascending order."""
         return replace(scores) if len(rows) == len(scores) else scores.narrowed(rows)
 
@@ -274,13 +285,16 @@ class Sampler:
         return replace(group, uniform=torch.from_numpy(uniform(group.seeds, positions)))
 
 
-def _choose(kind: _Kind, group: RowGroup, scores: Scores) -> Choice:
-    device = scores.logits.device
-    top_p, min_p, draw = group.top_p.to(device), group.min_p.to(device), group.uniform.to(device)
+def _choose(kind: _Kind, group: RowGroup, scores: Scores, most_likely: MostLikely | None) -> Choice:
+    if most_likely is not None and kind is not _Kind.VOCABULARY:
+        top_k = None if kind is _Kind.NUCLEUS else group.top_k
+        return most_likely(scores, top_k, group.top_p, group.min_p, group.uniform)
+    numbers = (group.top_p, group.min_p, group.uniform)
+    top_p, min_p, draw = (each.to(scores.logits.device, non_blocking=True) for each in numbers)
     if kind is _Kind.VOCABULARY:
         some = min_p if bool((group.min_p > 0).any()) else None
         return processors.choose_in_vocabulary_order(scores, some, draw)
     if kind is _Kind.NUCLEUS:
         return processors.choose_from_nucleus(scores, top_p, min_p, draw)
     choose = processors.choose_from_top_k if kind is _Kind.TOP_K else processors.choose_from_all_sorted
-    return choose(scores, group.top_k.to(device), top_p, min_p, draw)
+    return choose(scores, group.top_k.to(scores.logits.device), top_p, min_p, draw)

@@ -30,14 +30,13 @@ class TritonOps:
     Attributes:
         kv_shape: (kv_heads, head_dim) of the cache.
         supports_graphs: all of them.
-        why_plain: why models do not run fused.
+        choose_most_likely: the sampler's, on the device.
 
     Raises:
         NotImplementedError: the kernels do not run here, or not on such a cache; the text says why.
     """
 
     supports_graphs = (True, True)
-    why_plain = "the Triton kernels"
 
     def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
         if (why := probe(kv.device)) is not None:
@@ -46,8 +45,9 @@ class TritonOps:
             raise NotImplementedError(f"there is no Triton kernel for {kv.dtype}")
         if kv.head_dim > _MOST_DIM:
             raise NotImplementedError(f"the Triton kernels are for heads of up to {_MOST_DIM}, not {kv.head_dim}")
-        from engine.ops.triton import decode, prefill, rotary, tile, write
+        from engine.ops.triton import choose, decode, prefill, rotary, tile, write
 
+        self.choose_most_likely = choose.choose_most_likely
         self._decode, self._prefill, self._rule = decode.decode, prefill.prefill, tile.ScoreRule.of
         self._write, self._rotate_and_write = write.write, rotary.rotate_and_write
         groups = groups or [LayerGroup(tuple(range(len(kv.keys))))]

@@ -1,0 +1,73 @@
+"""The Triton kernels compiled for sm_90 (H100, H200) by their own launchers, with the registers and memory they take.
+
+Nothing runs: these tests hold on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import triton_launches as launches
+from tests.engine.triton_processes import Run
+
+slow = pytest.mark.slow
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+SHARED = 227 * 1024  # bytes that a program may have
+ATTENTION = {"_split_kernel", "_merge_kernel", "_prefill_kernel"}
+OTHERS = {
+    "_norm_kernel",
+    "_gate_kernel",
+    "_rotary_kernel",
+    "_write_kernel",
+    "_gather_kernel",
+    "_order_kernel",
+    "_choose_kernel",
+    "_wide_kernel",
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "dim", "options", "spilled"),
+    [
+        (BF16, 32, 8, 128, {}, 0),  # Llama 3.1 8B
+        (BF16, 16, 8, 128, {"page": 256}, 0),  # Qwen3 0.6B
+        (BF16, 64, 8, 64, {"window": 128, "with_sinks": True}, 0),  # gpt-oss
+        (BF16, 8, 4, 256, {"window": 4096, "softcap": 50.0}, 64),  # Gemma 2
+        pytest.param(BF16, 9, 3, 64, {}, 16, marks=slow),
+        pytest.param(BF16, 32, 32, 80, {}, 0, marks=slow),
+        pytest.param(BF16, 32, 32, 96, {"window": 2047}, 0, marks=slow),
+        pytest.param(HALF, 32, 8, 128, {"page": 48}, 0, marks=slow),
+        pytest.param(FLOAT, 32, 8, 128, {}, 256, marks=slow),
+        pytest.param(FLOAT, 9, 3, 64, {}, 64, marks=slow),
+        pytest.param(FLOAT, 8, 4, 256, {}, 64, marks=slow),
+    ],
+)
+def test_attention(
+    compiled: Run,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    options: dict[str, Any],
+    spilled: int,
+) -> None:
+    used = compiled(launches.attention, dtype, heads, kv_heads, dim, **options)
+    assert {kernel.name for kernel in used} == ATTENTION
+    for kernel in used:
+        assert kernel.spilled <= spilled and kernel.shared <= SHARED // 2, kernel  # two programs fit an SM
+        if kernel.name == "_split_kernel":
+            assert kernel.registers <= 216, kernel
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "width", "vocab"),
+    [(32, 8, 128, 4096, 128256), pytest.param(9, 3, 64, 576, 49152, marks=slow)],
+)
+def test_other_kernels(compiled: Run, heads: int, kv_heads: int, dim: int, width: int, vocab: int) -> None:
+    used = compiled(launches.others, BF16, heads, kv_heads, dim, width, vocab)
+    assert {kernel.name for kernel in used} == OTHERS
+    for kernel in used:
+        assert kernel.spilled == 0 and kernel.registers <= 160 and kernel.shared <= SHARED // 4, kernel

@@ -1,0 +1,59 @@
+"""The Triton sampling kernels in Triton's interpreter: the choices of engine/sampling for the same random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine import triton_sampling as cases
+from tests.engine.triton_processes import Run
+
+slow = pytest.mark.slow
+
+
+def assert_same(interpreted: Run, *arguments: Any, **options: Any) -> cases.Compared:
+    found = cases.Compared(*interpreted(cases.compare, *arguments, **options))
+    assert found.own == found.expected and found.kept == found.expected_kept
+    assert found.difference < 1e-6
+    return found
+
+
+@pytest.mark.parametrize(
+    ("vocab", "top_k", "top_p", "min_p", "options"),
+    [
+        (500, 40, 0.9, 0.0, {}),
+        (500, 3, 1.0, 0.1, {"temperature": 0.3}),
+        (61, 61, 0.5, 0.0, {}),
+        (500, None, 0.8, 0.0, {}),
+        (500, 7, 0.95, 0.0, {"ties": True, "spread": 0.8, "rows": 1}),  # more ties with the 7th than there is room for
+        pytest.param(3000, 1500, 0.9, 0.0, {"spread": 0.7}, marks=slow),
+        pytest.param(3000, 3000, 1.0, 0.2, {"ties": True}, marks=slow),
+        pytest.param(500, 40, 1.0, 0.0, {"temperature": 1e30}, marks=slow),
+        pytest.param(500, 40, 1.0, 0.0, {"temperature": 1e-5}, marks=slow),
+    ],
+)
+def test_choices_are_those_of_the_processors(
+    interpreted: Run, vocab: int, top_k: int | None, top_p: float, min_p: float, options: dict[str, Any]
+) -> None:
+    assert_same(interpreted, vocab, top_k, top_p, min_p, **options)
+
+
+def test_a_nucleus_that_is_wider_than_the_candidates(interpreted: Run) -> None:
+    for min_p in (0.0, 0.9):  # which cuts it short again
+        found = assert_same(interpreted, 2500, None, 0.9, min_p, rows=1, spread=0.1)
+        assert (found.kept[0] > 1024) == (min_p == 0.0)
+
+
+@pytest.mark.parametrize("top_k", [4, pytest.param(None, marks=slow)])
+def test_the_ends_of_the_random_numbers(interpreted: Run, top_k: int | None) -> None:
+    """The smallest one gives the most likely token, 1 the last of those that are kept."""
+    uniform = [2.0**-53, 0.5, 1.0]
+    found = assert_same(interpreted, 90, top_k, 0.9, uniform=uniform, ties=True)
+    assert found.own[0] != found.own[2]
+
+
+def test_a_step_of_all_kinds_of_rows(interpreted: Run) -> None:
+    """Bad rows are told and hurt themselves alone."""
+    (own, own_bad), (tokens, bad) = interpreted(cases.sampled_with_and_without)
+    assert own == tokens and own_bad == bad == [False] * 5 + [True] * 2

@@ -1,0 +1,78 @@
+"""Launches of the Triton kernels with the shapes of known models, for compilation ahead of time.
+
+Runs in the `compiled` process: nothing is computed, only types and shapes of the tensors matter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.ops.triton.plan import GroupPlan, Planner
+from tests.engine.tables import packed_rows
+from tests.engine.triton_ahead import Used, compile_launched
+
+
+def attention(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
+    with_sinks: bool = False,
+) -> list[Used]:
+    """What the kernels of a mixed step use."""
+    from engine.ops.triton.decode import decode
+    from engine.ops.triton.prefill import prefill
+    from engine.ops.triton.tile import ScoreRule
+
+    plan = make_plan(page, window)
+    query = torch.zeros(32, heads, dim, dtype=dtype)
+    cache = torch.zeros(60, kv_heads, page, dim, dtype=dtype)
+    sinks = torch.zeros(heads, dtype=dtype) if with_sinks else None
+    rule = ScoreRule.of(dim, None, softcap)
+
+    def launch() -> None:
+        for kernel in (decode, prefill):
+            kernel(query, cache, cache, plan, query, window=window, rule=rule, sinks=sinks)
+
+    return compile_launched(launch)
+
+
+def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, vocab: int) -> list[Used]:
+    """What norms, gates, rotation, the cache write and sampling of a model use."""
+    from engine.ops.triton.choose import choose_most_likely
+    from engine.ops.triton.gate import gated
+    from engine.ops.triton.norms import add_norm, rms_norm
+    from engine.ops.triton.rotary import rotate_and_write
+    from engine.ops.triton.write import write
+    from engine.sampling.scores import Scores, Workspace
+
+    plan = make_plan(16, None)
+    cache = torch.zeros(60, kv_heads, 16, dim, dtype=dtype), torch.zeros(60, kv_heads, 16, dim, dtype=dtype)
+    query, key = torch.zeros(32, heads * dim, dtype=dtype), torch.zeros(32, kv_heads * dim, dtype=dtype)
+    x, weight, table = torch.zeros(32, width, dtype=dtype), torch.zeros(width), torch.zeros(700, 2, dim // 2)
+    norms = torch.zeros(dim), torch.zeros(dim)
+    scores = Scores(torch.zeros(2, vocab), Workspace(), torch.tensor([0, 1]), torch.zeros(2), torch.ones(2))
+    numbers = torch.ones(3, 2, dtype=torch.float64)
+
+    def launch() -> None:
+        rms_norm(x, weight, 1e-6)
+        add_norm(x, x, weight, 1e-6, weight)
+        gated(x, x, "silu")
+        rotate_and_write(query, key, key, torch.arange(32), table, cache, plan, norms, 1e-6)
+        write(key.view(32, kv_heads, dim).transpose(0, 1), key.view(32, kv_heads, dim).transpose(0, 1), *cache, plan)
+        choose_most_likely(scores, torch.tensor([50, 20]), *numbers)
+        choose_most_likely(scores, None, *numbers)
+
+    return compile_launched(launch)
+
+
+def make_plan(page: int, window: int | None) -> GroupPlan:
+    """Two rows of one token and one of thirty."""
+    tables = [[[1] * (700 // page + 1)] * 3]
+    rows = packed_rows(np.array([600, 20, 5]), np.array([1, 1, 30]), np.array([0, 1, 2]), tables, 2)
+    assert rows.block_tables is not None
+    return Planner(page, torch.device("cpu")).exact(rows, rows.block_tables[0], window)
