@@ -23,7 +23,9 @@ def assert_close(errors: list[float], limit: float = LIMIT) -> None:
     assert errors and all(error < limit for error in errors), errors  # NaN fails too
 
 
-@pytest.mark.parametrize("page", [pytest.param(1, marks=slow), 4, pytest.param(16, marks=slow), 48, pytest.param(256, marks=slow)])
+@pytest.mark.parametrize(
+    "page", [pytest.param(1, marks=slow), 4, pytest.param(16, marks=slow), 48, pytest.param(256, marks=slow)]
+)
 def test_decodes_and_chunks_in_one_step(interpreted: Run, page: int) -> None:
     lengths = [page, page + 1, max(page - 1, 1), 2 * page, 0, 40]
     steps = [[(0, 1), (1, 1), (2, 1), (3, 1), (4, 9), (5, 7)], [(0, 1), (1, 2), (4, 1)]]

@@ -1,4 +1,4 @@
-"""Compiles the kernels that launchers would start on an H100 or H200, on a machine without one, and reads what they use.
+"""Compiles the kernels that launchers would start on an H100 or H200, where there is none, and reads what they use.
 
 Runs in a child process (`compiled` of triton_processes.py), where nothing is launched: Triton is told of a device that
 is not there.

@@ -109,9 +109,7 @@ class Cache:
                 tensor[table[start // self.page], :, start % self.page :] = float("nan")
                 tensor[table[start // self.page + 1] : table[-1] + 1] = float("nan")
         counts = np.array(step.counts)
-        return packed_rows(
-            np.array(step.starts), counts, np.cumsum(counts) - counts, [tables], step.counts.count(1)
-        )
+        return packed_rows(np.array(step.starts), counts, np.cumsum(counts) - counts, [tables], step.counts.count(1))
 
     def run(self, plan: Any, step: Step, of: list[int], tokens: int) -> torch.Tensor:
         """The step's first tokens are those that the rows `of` the cache always have; others are random."""

@@ -6,7 +6,6 @@ no layers and needs no Triton.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -245,5 +244,3 @@ def _splits(rows: PackedRows, window: int | None) -> tuple[np.ndarray, np.ndarra
 def most_splits(tokens: int) -> int:
     """Of a context of so many tokens."""
     return -(-tokens // SPLIT)
-
-
