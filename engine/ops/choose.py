@@ -15,6 +15,7 @@ from engine.ops.flash.loading import load
 from engine.ops.flash.ops import FlashOps
 from engine.ops.interface import Ops
 from engine.ops.torch_ops import TorchOps
+from engine.ops.triton.triton_ops import TritonOps
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,11 @@ def make_ops(
         plain = _PLAIN.get(attention, TorchOps)(kv, groups)
         plain.why_plain = str(error).partition("\n")[0]  # what the compiler says is in the log already
         return plain
+    name = "the engine's Triton kernels" if isinstance(ops, TritonOps) else "the engine's compiled CPU kernel"
     if is_flash:
-        logger.warning("attention: %s -> the engine's compiled CPU kernel, since %s", attention, missing)
+        logger.warning("attention: %s -> %s, since %s", attention, name, missing)
     else:
-        logger.info("attention: %s -> the engine's compiled CPU kernel, which is faster", attention)
+        logger.info("attention: %s -> %s, which is faster", attention, name)
     return ops
 
 
@@ -75,7 +77,7 @@ def _fastest(kv: KVTensors, groups: Sequence[LayerGroup] | None) -> Ops:
         BuildError, NotImplementedError: nothing does; the text says why.
     """
     if kv.device.type != "cpu":
-        raise NotImplementedError(f"there is nothing faster for {kv.device.type}")
+        return TritonOps(kv, groups)
     try:
         return CpuOps(kv, groups)
     except BuildError as error:

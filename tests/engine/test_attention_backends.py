@@ -74,6 +74,14 @@ def test_flash_falls_to_the_best_of_the_device(
     assert kind is TorchOps and f"{attention} -> sdpa" in record.getMessage()
 
 
+def test_a_device_without_kernels_keeps_plain_torch(caplog: pytest.LogCaptureFixture) -> None:
+    kv = allocate(1, 4, 1, 4, 8, torch.float32, "meta")
+    with caplog.at_level(logging.INFO, logger="engine"):
+        assert type(make_ops(kv)) is TorchOps
+    (record,) = caplog.records
+    assert "sdpa, unchanged" in record.getMessage() and "Triton" in record.getMessage()
+
+
 @pytest.mark.parametrize("attention", ["flex_attention", "paged|sdpa", "SDPA", ""])
 def test_other_names_are_refused_and_the_known_ones_listed(attention: str) -> None:
     with pytest.raises(ValueError, match="sdpa, eager, paged|eager, flash_attention_2, flash_attention_3") as error:

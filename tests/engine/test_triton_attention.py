@@ -134,3 +134,13 @@ def test_what_does_not_fit_is_refused(interpreted: Run) -> None:
     assert "of which 0 have one" in said[2]
     assert said[3].startswith("3 rows of 3 tokens and 11 blocks do not fit a plan for 3 rows, 2 tokens and 19 blocks")
     assert said[4] == said[5] == "a block table does not cover the tokens of its row"
+
+
+def test_where_the_kernels_cannot_run_they_say_why(interpreted: Run) -> None:
+    assert interpreted(cases.unusable) == [
+        None,
+        "Triton has no kernels for CPU",
+        "the Triton kernels are for CUDA, not for meta",
+        "there is no Triton kernel for torch.float64",
+        "the Triton kernels are for heads of up to 256, not 512",
+    ]

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from engine.cache.groups import LayerGroup
 from engine.execution.graphs import copy_into
 from engine.execution.kv_tensors import allocate
 from engine.ops.interface import PackedRows
+from engine.ops.triton import probe
 from engine.ops.triton.triton_ops import TritonOps
 from tests.engine.tables import packed_rows
 from tests.engine.test_ops_attention import Sequences
@@ -161,6 +163,21 @@ def replayed(steps: list[Step], kind: str, window: int | None) -> list[bool]:
         same.append(all(bool(fixed.kv.keys[0][block].isnan().all()) for block in others))
         same.append(not fixed.kv.keys[0][0].any())
     return same
+
+
+def unusable() -> list[str | None]:
+    """What is said of a CPU with and without the interpreter, another device, a dtype and a head that are not known."""
+    said = [probe(torch.device("cpu")), probe(torch.device("meta"))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET")
+        said.insert(1, probe(torch.device("cpu")))
+    for dim, dtype in ((16, torch.float64), (512, torch.float32)):
+        try:
+            TritonOps(allocate(1, 4, 1, 4, dim, dtype))
+            said.append("nothing")
+        except NotImplementedError as error:
+            said.append(str(error))
+    return said
 
 
 def refusals() -> list[str]:

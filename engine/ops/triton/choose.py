@@ -1,8 +1,8 @@
 """Tokens drawn from the most likely ones on the device, without a word to the host: top-k, top-p, min-p.
 
 Called by the sampler. The order is that of engine/sampling/processors.py (descending score, ties by id), and so is the
-choice for the same random number. The few largest scores are found by bisection and put in order; rows whose ties or nucleus
-run wider are bisected by their sums instead.
+choice for the same random number. The few largest scores are found by bisection and put in order; rows whose ties or
+nucleus run wider are bisected by their sums instead.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _choose_kernel(
 
 @triton.jit
 def _reach(logits, best, temperature, mass, last, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest magnitude up to which the weights sum up to `mass`, or `last`; count and sum of what comes before."""
+    """The smallest magnitude up to which weights sum up to `mass`, or `last`; count and sum of what comes before."""
     low = last * 0
     high = last
     while low < high:

@@ -136,7 +136,7 @@ class Planner:
     def exact(self, rows: PackedRows, tables: np.ndarray, window: int | None) -> GroupPlan:
         """With the capacity that the step needs."""
         lengths = self._lengths(rows)
-        heads, counts = _splits(rows, window)
+        _, counts = _splits(rows, window)
         tokens = int(rows.counts.sum())
         chunked = rows.num_single < len(rows.starts)
         capacity = Capacity(len(rows.starts), tokens, int(lengths.sum()), int(counts.sum()), chunked)
