@@ -38,7 +38,8 @@ def test_choices_are_those_of_the_processors(
     assert_same(interpreted, vocab, top_k, top_p, min_p, **options)
 
 
-@pytest.mark.parametrize("min_p", [0.0, pytest.param(0.9, marks=slow)])
+@slow
+@pytest.mark.parametrize("min_p", [0.0, 0.9])
 def test_a_nucleus_that_is_wider_than_the_candidates(interpreted: Run, min_p: float) -> None:
     """Unless min-p cuts it short again."""
     found = assert_same(interpreted, 2500, None, 0.9, min_p, rows=1, spread=0.1)
