@@ -22,13 +22,18 @@ ENGINE_NEEDS = {"engine", "torch", "transformers", "numpy", "safetensors", "tqdm
 GPU_EXTRA = {"flash_attn", "triton"}
 PEERS = {"engine/bench/engines.py": {"openvino", "openvino_genai", "vllm"}}  # run by interpreters that have them
 
-# Imports the named modules, packages with all that is in them, and prints the top level names then loaded.
+# Imports the named modules, packages with all that is in them, and prints the top level names then loaded. A module that
+# needs an extra of GPUs which is not installed stays out: nothing that has been loaded may have needed it.
 LOAD = """
 import importlib, json, pkgutil, sys
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     for found in pkgutil.walk_packages(getattr(module, "__path__", []), name + "."):
-        importlib.import_module(found.name)
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            if error.name not in ("flash_attn", "triton"):
+                raise
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
