@@ -22,8 +22,8 @@ ENGINE_NEEDS = {"engine", "torch", "transformers", "numpy", "safetensors", "tqdm
 GPU_EXTRA = {"flash_attn", "triton"}
 PEERS = {"engine/bench/engines.py": {"openvino", "openvino_genai", "vllm"}}  # run by interpreters that have them
 
-# Imports the named modules, packages with all that is in them, and prints the top level names then loaded. A module that
-# needs an extra of GPUs which is not installed stays out: nothing that has been loaded may have needed it.
+# Imports the named modules, packages with all that is in them, and prints the top level names then loaded. What needs
+# an extra of GPUs that is not installed stays out: nothing that has been loaded may have needed it.
 LOAD = """
 import importlib, json, pkgutil, sys
 for name in sys.argv[1:]:
