@@ -71,3 +71,9 @@ def test_other_kernels(compiled: Run, heads: int, kv_heads: int, dim: int, width
     assert {kernel.name for kernel in used} == OTHERS
     for kernel in used:
         assert kernel.spilled <= 16 and kernel.registers <= 160 and kernel.shared <= SHARED // 4, kernel
+
+
+def test_steps_of_any_size_share_the_kernels(compiled: Run) -> None:
+    """Compiling takes a second a kernel, which no step may wait for once the first ones have run."""
+    found = compiled(launches.variants, [2, 3, 5, 8, 16, 17, 31])
+    assert len(found) == 9 and set(found.values()) == {1}, found

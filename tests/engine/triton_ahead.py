@@ -39,6 +39,16 @@ def compile_launched(launch: Callable[[], Any]) -> list[Used]:
     return [_used(kernel) for kernel in kernels]
 
 
+def count_variants(launch: Callable[[], Any]) -> dict[str, int]:
+    """How many kernels of each name `launch` would have compiled."""
+    with _absent_device() as kernels:
+        launch()
+    found: dict[str, set[str]] = {}
+    for kernel in kernels:
+        found.setdefault(kernel.metadata.name, set()).add(kernel.metadata.hash)
+    return {name: len(hashes) for name, hashes in found.items()}
+
+
 class _AbsentDevice:
     def get_current_target(self) -> GPUTarget:
         return TARGET

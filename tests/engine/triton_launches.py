@@ -10,7 +10,7 @@ import torch
 
 from engine.ops.triton.plan import GroupPlan, Planner
 from tests.engine.tables import packed_rows
-from tests.engine.triton_ahead import Used, compile_launched
+from tests.engine.triton_ahead import Used, compile_launched, count_variants
 
 
 def attention(
@@ -68,6 +68,38 @@ def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, 
         choose_most_likely(scores, None, *numbers)
 
     return compile_launched(launch)
+
+
+def variants(sizes: list[int]) -> dict[str, int]:
+    """Kernels of each name that steps of so many rows need: half of them of one token, the others of several."""
+    from engine.ops.triton.choose import choose_most_likely
+    from engine.ops.triton.decode import decode
+    from engine.ops.triton.norms import add_norm
+    from engine.ops.triton.prefill import prefill
+    from engine.ops.triton.rotary import rotate_and_write
+    from engine.ops.triton.tile import ScoreRule
+    from engine.sampling.scores import Scores, Workspace
+
+    cache = torch.zeros(60, 2, 16, 32), torch.zeros(60, 2, 16, 32)
+    table, planner = torch.zeros(700, 2, 16), Planner(16, torch.device("cpu"))
+
+    def step(size: int) -> None:
+        counts = np.array([1] * (size - size // 2) + [3] * (size // 2))
+        starts, tokens = np.arange(size) * 7, int(counts.sum())
+        rows = packed_rows(starts, counts, np.cumsum(counts) - counts, [[[1] * 20] * size], size - size // 2)
+        assert rows.block_tables is not None
+        plan = planner.exact(rows, rows.block_tables[0], None)
+        projected = (torch.zeros(tokens, width) for width in (128, 64, 64))
+        positions = torch.zeros(2 * tokens, dtype=torch.int64)[tokens:]
+        query, keys, values = rotate_and_write(*projected, positions, table, cache, plan)
+        for kernel in (decode, prefill):
+            kernel(query, keys, values, plan, query, window=None, rule=ScoreRule.of(32, None, None))
+        add_norm(torch.zeros(tokens, 64), torch.zeros(tokens, 64), torch.zeros(64), 1e-6)
+        numbers = torch.ones(3, size, dtype=torch.float64)
+        scores = Scores(torch.zeros(size, 90), Workspace(), best=torch.zeros(size), temperature=torch.ones(size))
+        choose_most_likely(scores, torch.full((size,), 5), *numbers)
+
+    return count_variants(lambda: [step(size) for size in sizes])
 
 
 def make_plan(page: int, window: int | None) -> GroupPlan:

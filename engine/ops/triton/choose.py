@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.triton.tile import UNALIGNED
 from engine.sampling.processors import Choice
 from engine.sampling.scores import Scores
 
@@ -62,7 +63,7 @@ def _mass(logits, best, temperature, most, least, VOCAB: tl.constexpr, BLOCK: tl
     return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _gather_kernel(
     candidates, counts, masses, logits, rows, bests, temperatures, wanted,
     WITH_MASS: tl.constexpr, VOCAB: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr,
@@ -101,7 +102,7 @@ def _gather_kernel(
             candidates += tl.sum(among.to(tl.int32), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _order_kernel(ordered, candidates, counts, ROOM: tl.constexpr, BLOCK: tl.constexpr):
     """Puts each candidate at its place: as far back as there are better ones."""
     row = tl.program_id(0).to(tl.int64)
@@ -119,7 +120,7 @@ def _order_kernel(ordered, candidates, counts, ROOM: tl.constexpr, BLOCK: tl.con
         tl.store(ordered + row * ROOM + places, keys, mask=own < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _choose_kernel(
     tokens, sums, kepts, wide, ordered, counts, masses, top_ks, top_ps, min_ps, uniforms,
     BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, ROOM: tl.constexpr,
@@ -180,7 +181,7 @@ def _ties_up_to(mass, before, weight):
     return tl.maximum(1, tl.ceil((mass - before) / weight).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _wide_kernel(
     tokens, sums, kepts, wide, logits, rows, bests, temperatures, top_ks, top_ps, min_ps, uniforms,
     BY_COUNT: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr,

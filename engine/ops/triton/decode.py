@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from engine.ops.triton.plan import SPLIT, GroupPlan
-from engine.ops.triton.tile import ScoreRule, attend_span, tile_sizes
+from engine.ops.triton.tile import UNALIGNED, ScoreRule, attend_span, tile_sizes
 
 _MERGED_AT_ONCE = 16
 _PROGRAMS = 1024  # where a plan has room for more splits than it holds, programs take several
 
 
-@triton.jit(do_not_specialize=["query_stride"])
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _split_kernel(
     query,
     keys,
@@ -94,7 +94,7 @@ def _split_kernel(
         tl.store(totals + at, total, mask=heads < GROUP)
 
 
-@triton.jit(do_not_specialize=["out_stride"])
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _merge_kernel(
     out,
     partial,

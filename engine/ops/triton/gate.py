@@ -15,7 +15,7 @@ _BLOCK = 1024
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 
-@triton.jit(do_not_specialize=["gate_stride", "up_stride"])
+@triton.jit
 def _gate_kernel(
     out,
     gate,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["x_stride", "added_stride"])
+@triton.jit
 def _norm_kernel(
     out,
     total,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.triton.plan import GroupPlan
-from engine.ops.triton.tile import ScoreRule, attend_span, tile_sizes
+from engine.ops.triton.tile import UNALIGNED, ScoreRule, attend_span, tile_sizes
 
 _LINES = 128  # of one tile: queries times the heads of a group
 _QUERIES_BYTES = 1 << 15  # of one tile
@@ -32,7 +32,7 @@ def _row_of(tile, offsets, num_rows, QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["query_stride", "out_stride", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=UNALIGNED)
 def _prefill_kernel(
     out,
     query,

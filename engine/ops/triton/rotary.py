@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.ops.triton.plan import GroupPlan
+from engine.ops.triton.tile import UNALIGNED
 
 _BLOCK_HEADS = 4
 
@@ -56,7 +57,7 @@ def _rotate(
     tl.store(to + rest_dims[None, :], rest.to(dtype), mask=rest_mask)
 
 
-@triton.jit(do_not_specialize=["query_stride", "key_stride", "value_stride"])
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _rotary_kernel(
     query,
     key,

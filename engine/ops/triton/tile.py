@@ -14,6 +14,35 @@ import triton.language as tl
 
 LOG2E = 1.4426950408889634
 _KEYS_BYTES = 1 << 14  # of one tile of K
+# Arguments that are parts of larger tensors, single numbers of which are read: where they begin varies from step to
+# step, and a kernel must not be compiled again for it. A kernel need not have all of them.
+UNALIGNED = (
+    "starts",
+    "counts",
+    "offsets",
+    "firsts",
+    "first_splits",
+    "num_splits",
+    "tables",
+    "splits",
+    "all_splits",
+    "slots",
+    "positions",
+    "totals",
+    "tokens",
+    "sums",
+    "kepts",
+    "wide",
+    "masses",
+    "top_ks",
+    "top_ps",
+    "min_ps",
+    "uniforms",
+    "rows",
+    "bests",
+    "temperatures",
+    "wanted",
+)
 
 
 @triton.jit

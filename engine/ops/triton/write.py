@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from engine.ops.triton.plan import GroupPlan
+from engine.ops.triton.tile import UNALIGNED
 
 
-@triton.jit(do_not_specialize=["key_stride", "key_head_stride", "value_stride", "value_head_stride"])
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _write_kernel(
     key,
     value,
