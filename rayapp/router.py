@@ -75,6 +75,7 @@ class Router:
         settings: RouterConfig,
     ) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # see EngineReplica
+        log_to_terminal("rayapp")
         self.models: dict[str, ServedModel] = {model.name: load_served(model) for model in models}
         self.settings = RequestSettings()
         self._settings_error: str | None = None
@@ -87,7 +88,6 @@ class Router:
             for name, link in self._links.items()
         }
         self._instruments = {name: RouterInstruments(name) for name in engines}
-        log_to_terminal("rayapp")
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -228,6 +228,12 @@ def load_served(config: ModelConfig) -> ServedModel:
     template = ChatTemplate.of(tokenizer)
     source = None if template is None else template.source
     told = parser_name_for(None if template is None else template.tool_source, tokenizer.added_tokens)
+    if config.tool_parser not in ("auto", "none") and (template is None or "tools" not in template.tool_source):
+        logger.warning(
+            "model %s: tool_parser is %s, but its chat template does not mention tools, so the model never sees those of a "
+            "request; give it a template that does, or leave tool_parser out, which refuses tools",
+            config.name, config.tool_parser,
+        )  # fmt: skip
     return ServedModel(
         name=config.name,
         created=int(time.time()),

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
@@ -159,7 +160,8 @@ class _Feed:
         self._engine = engine
         self._deliver = deliver
         self._forget = forget
-        self._task = asyncio.create_task(self._run())
+        # In a context of its own: Ray cancels the calls of a cancelled request, and these serve others too.
+        self._task = asyncio.get_running_loop().create_task(self._run(), context=Context())
 
     async def _run(self) -> None:
         reopened = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -223,6 +224,29 @@ def test_the_batches_alone_bring_everything_when_one_was_lost(monkeypatch: pytes
                 got += (await inbox.next())[0]
         assert got == generation.tokens
         assert engine.reopened == 2  # asked once more after the question itself was lost
+
+    run(scenario())
+
+
+def test_the_request_that_began_the_asking_does_not_own_it() -> None:
+    """Ray tells by the context which request a call belongs to, and cancels it with that request."""
+    request: ContextVar[str | None] = ContextVar("request", default=None)
+    owners = []
+
+    class Engine(ScriptedEngine):
+        async def remote(self, subscriber: str, reopened: bool) -> list[Row]:
+            owners.append(request.get())
+            return await super().remote(subscriber, reopened)
+
+    async def scenario() -> None:
+        feed, subscriber = subscription(), Subscriber()
+        request.set("a")
+        subscriber.open("a")
+        subscriber.follow("a", "replica", Engine(feed, []))
+        subscriber.close("a")
+        while subscriber.num_feeds:
+            await asyncio.sleep(0.005)
+        assert set(owners) == {None}
 
     run(scenario())
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rayapp.config import ModelConfig
+from rayapp.router import load_served
 from rayapp.text.template import ChatTemplate, TemplateRefused
 from rayapp.text.tokenizer import Tokenizer
 
@@ -69,3 +71,12 @@ def test_no_template(smol_path: Path) -> None:
     several = ChatTemplate.of(Tokenizer(fast))
     assert several is not None
     assert several.render(SAY_HI) == "A"
+
+
+def test_a_parser_of_calls_that_the_template_cannot_ask_for_is_warned_of(
+    tiny_http_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for parser, warned in (("auto", False), ("none", False), ("hermes", True)):
+        caplog.clear()
+        load_served(ModelConfig.model_validate({"name": "tiny", "source": str(tiny_http_path), "tool_parser": parser}))
+        assert any("does not mention tools" in message for message in caplog.messages) is warned, parser
