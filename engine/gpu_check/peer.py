@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import random
 import statistics
 from collections.abc import Sequence
@@ -72,4 +73,4 @@ def together(stamps: Sequence[Sequence[float]]) -> list[float]:
     times = [time for time in own if first <= time <= last]
     if len(times) < 2:
         raise RuntimeError("the requests never decode all together: raise the tokens that they generate")
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]

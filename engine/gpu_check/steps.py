@@ -5,6 +5,7 @@ A stage a model. Engines are the real ones but for their thread: steps are taken
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -114,7 +115,7 @@ class SteppedEngine:
         got = sum(request.num_output_tokens for request in self._requests) - before
         if got != count * len(self._requests):
             raise RuntimeError(f"{got} tokens came of {count} steps of {len(self._requests)} requests")
-        return [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(stamps)]
 
     @property
     def mean_context(self) -> float:

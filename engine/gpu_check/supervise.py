@@ -30,13 +30,9 @@ def supervise(command: Sequence[str], path: Path, seconds: float, names: Sequenc
             if entry["status"] == "running":
                 entry.update(status="lost", error=f"its process ended with status {status}", traceback=_trace(report))
         if len(report.stages) == known or time.monotonic() > end:
+            why = f"no process came to it; the last one ended with status {status}"
             for name in names:
-                lost = {
-                    "status": "lost",
-                    "error": f"no process came to it; the last one ended with {status}",
-                    "rows": [],
-                }
-                report.stages.setdefault(name, lost)
+                report.stages.setdefault(name, {"status": "lost", "error": why, "rows": []})
         report.write()
         if all(name in report.stages for name in names):
             report.traces.unlink(missing_ok=True)
