@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,12 +11,13 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
+from engine.ops.flash.kernels import FlashKernel, NotUsableError
+from engine.ops.flash.loading import SOURCES
+from engine.ops.flash.ops import FlashOps
 from engine.ops.interface import Ops
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton import probe as probe_triton
 from engine.ops.triton.triton_ops import TritonOps
-
-_FLASH = "engine.ops.flash"
 
 
 @dataclass(frozen=True)
@@ -52,29 +50,28 @@ def backends(device: torch.device) -> tuple[list[Backend], dict[str, str]]:
 
 
 def _flash(device: torch.device) -> tuple[list[Backend], dict[str, str]]:
-    """The flash kernels that need no download, where the engine has their adapters."""
-    if importlib.util.find_spec(_FLASH) is None:
-        return [], {"flash": f"there is no {_FLASH}"}
-    loading: Any = importlib.import_module(f"{_FLASH}.loading")
-    ops: Any = importlib.import_module(f"{_FLASH}.ops")
-    refused: Any = importlib.import_module(f"{_FLASH}.kernels").NotUsableError
+    """The flash kernels that need no download."""
     found, missing = [], {}
-    for source in loading.SOURCES:
+    for source in SOURCES:
         if source.downloads:
             continue
         try:
             if device.type not in source.devices:
-                raise refused(f"runs on {' and '.join(source.devices)}, and this is {device.type}")
+                raise NotUsableError(f"runs on {' and '.join(source.devices)}, and this is {device.type}")
             if device.type == "cuda":
                 capability, (least, before) = torch.cuda.get_device_capability(device), source.capabilities
                 if not least <= capability < before:
-                    raise refused(f"does not run on devices of compute capability {capability}")
-            found.append(_flash_backend(source.load(), ops.FlashOps))
-        except refused as why:
+                    raise NotUsableError(f"does not run on devices of compute capability {capability}")
+            found.append(_flash_backend(source.load()))
+        except NotUsableError as why:
             missing[source.package] = str(why)
     return found, missing
 
 
-def _flash_backend(kernel: Any, make: Any) -> Backend:
-    lacks = {"window", "softcap"} - set(kernel.features) | {"float32"}
-    return Backend(kernel.package, lambda kv, groups: make(kernel, kv, groups), kernel.page_multiple, frozenset(lacks))
+def _flash_backend(kernel: FlashKernel) -> Backend:
+    lacks = ({"window", "softcap"} - kernel.features) | {"float32"}
+
+    def make(kv: KVTensors, groups: Sequence[LayerGroup]) -> Ops:
+        return FlashOps(kernel, kv, groups)
+
+    return Backend(kernel.package, make, kernel.page_multiple, frozenset(lacks))

@@ -62,10 +62,11 @@ def share(floor: float | None, seconds: float) -> float | None:
     return None if floor is None else floor / seconds
 
 
-def busy(intervals: list[tuple[float, float]]) -> float:
-    """The length of what the intervals cover together."""
+def busy(intervals: list[tuple[float, float]], joined: float = 0.0) -> float:
+    """The length of what the intervals cover together; gaps of at most `joined` between them count too."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(intervals):
-        total += max(0.0, last - max(first, end))
+        begin = end if first - end <= joined else first
+        total += max(0.0, last - begin)
         end = max(end, last)
     return total

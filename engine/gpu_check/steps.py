@@ -25,6 +25,8 @@ from engine.sampling.params import SamplingParams
 
 _WARM, _TIMED, _PROFILED = 4, 24, 8
 _ROOM = 64  # tokens that a request may generate
+_JOINED_US = 5.0  # a kernel that begins so soon after another one has not waited for the host
+_LOGITS_LIMIT = 3e-2  # relative error in bfloat16, of two ways through the same model
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,13 @@ class SteppedEngine:
         self.core.runner.warmup()
         self._count = 0
         self._requests: list[Request] = []
+        self.logits = torch.empty(0)  # of the step that was sampled last
+        self._sample = self.core.runner.sample
+        self.core.runner.sample = self._keep_and_sample  # type: ignore[method-assign]
+
+    def _keep_and_sample(self, pending: Any) -> None:
+        self.logits = pending.logits
+        self._sample(pending)
 
     def add(self, batch: int, length: int) -> None:
         """Requests with prompts of their own."""
@@ -118,6 +127,10 @@ class SteppedEngine:
         return [later - earlier for earlier, later in itertools.pairwise(stamps)]
 
     @property
+    def token_ids(self) -> list[list[int]]:
+        return [request.token_ids for request in self._requests]
+
+    @property
     def mean_context(self) -> float:
         return statistics.mean(len(request.token_ids) for request in self._requests)
 
@@ -128,7 +141,6 @@ class SteppedEngine:
         self._requests.clear()
 
 
-@torch.inference_mode()
 def steps(bench: Bench, progress: Progress, name: str, variants: bool) -> None:
     """Rows of one model. `variants`: also without async batching and without graphs, at one batch."""
     sizes = Sizes.of(bench.small)
@@ -138,6 +150,9 @@ def steps(bench: Bench, progress: Progress, name: str, variants: bool) -> None:
         "model", read_bytes=costs.weights * costs.dtype_bytes, kv_bytes_per_token=costs.kv_bytes, small=bench.small
     )
     engine = SteppedEngine(bench, model, sizes, MAIN)
+    with progress.case("logits"):
+        _compare_logits(progress, engine, model, sizes.context)
+    engine.clear()
     for batch in sizes.batches:
         case = f"batch {batch}"
         if not progress.has_time(case):
@@ -159,6 +174,28 @@ def steps(bench: Bench, progress: Progress, name: str, variants: bool) -> None:
             other = SteppedEngine(bench, model, sizes, variant)
             _decode(bench, progress, other, costs, sizes.batches[1], sizes.context, case=case, main=False)
             del other
+
+
+@torch.inference_mode()
+def _compare_logits(progress: Progress, engine: SteppedEngine, model: Any, length: int) -> None:
+    """Of a prompt and of some tokens after it, with those of transformers' own forward.
+
+    Raises:
+        ArithmeticError: they differ by more than rounding.
+    """
+    engine.add(1, length)
+    errors: list[float] = []
+    for _ in range(1 + _WARM):
+        engine.step()
+        engine.core.settle()  # so that the last logits belong to the last token
+        (ids,) = engine.token_ids
+        given = torch.tensor([ids[:-1]], device=model.device)
+        expected = model(input_ids=given, use_cache=False).logits[0, -1].float()
+        errors.append(((engine.logits[0].float() - expected).norm() / expected.norm()).item())
+    right = all(error < _LOGITS_LIMIT for error in errors)
+    progress.add("logits", prompt_error=errors[0], decode_error=max(errors[1:]), limit=_LOGITS_LIMIT, right=right)
+    if not right:
+        raise ArithmeticError(f"logits differ from transformers' by {max(errors):.3g}, {_LOGITS_LIMIT:g} is the limit")
 
 
 def _decode(
@@ -202,7 +239,7 @@ def _decode(
 
 
 def _waiting(bench: Bench, engine: SteppedEngine, step_seconds: float) -> dict[str, Any]:
-    """Which part of an unprofiled step the device has nothing to do, from the kernels of profiled ones."""
+    """Which part of an unprofiled step the device waits for the host, from the kernels of profiled ones."""
     bench.need_cuda("the device's own time")
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -215,11 +252,12 @@ def _waiting(bench: Bench, engine: SteppedEngine, step_seconds: float) -> dict[s
     if not kernels:
         raise RuntimeError("the profiler saw no kernels")
     spans = [(event.time_range.start, event.time_range.end) for event in kernels]
-    busy_seconds = 1e-6 * busy(spans) / _PROFILED
+    kernels_ms, busy_ms = (1e-3 * busy(spans, joined) / _PROFILED for joined in (0.0, _JOINED_US))
     return {
-        "busy_ms": 1e3 * busy_seconds,
         "kernels": len(kernels) / _PROFILED,
-        "gap": max(0.0, 1 - busy_seconds / step_seconds),
+        "kernels_ms": kernels_ms,
+        "busy_ms": busy_ms,
+        "gap": max(0.0, 1 - 1e-3 * busy_ms / step_seconds),
     }
 
 
