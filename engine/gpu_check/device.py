@@ -84,7 +84,7 @@ class Bench:
 
 def describe(bench: Bench) -> dict[str, Any]:
     """Versions and the device, for the report."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
