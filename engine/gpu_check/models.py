@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from engine.gpu_check.floors import ModelCosts
-from engine.model.shadow import model_facts
 
 _NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _TINY: dict[str, Any] = {
@@ -63,14 +62,15 @@ def build(name: str, device: torch.device | str, small: bool = False) -> Any:
 
 
 def costs_of(model: Any) -> ModelCosts:
-    """What a step of the model reads, counted from its parameters."""
-    facts, head = model_facts(model), model.get_output_embeddings().weight
+    """What a step of a model of `build` reads, counted from its parameters; on the device `meta` too."""
+    config, head = model.config, model.get_output_embeddings().weight
+    head_numbers = config.head_dim * config.num_hidden_layers
     inputs = model.get_input_embeddings().weight
     read = {id(each): each.numel() for each in model.parameters() if each is not inputs or each is head}
     return ModelCosts(
         weights=sum(read.values()),
         head=head.numel(),
-        kv_bytes=facts.kv_bytes_per_token,
-        query_numbers=facts.num_heads * facts.head_dim * facts.num_layers,
+        kv_bytes=2 * config.num_key_value_heads * head_numbers * head.dtype.itemsize,
+        query_numbers=config.num_attention_heads * head_numbers,
         dtype_bytes=head.dtype.itemsize,
     )
