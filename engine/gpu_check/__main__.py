@@ -74,9 +74,6 @@ def _work(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     import torch
 
-    from engine.gpu_check import attention, device, parity, peer, steps
-    from engine.gpu_check.floors import Limits
-
     report = Report(options.json)
     if not options.small and not torch.cuda.is_available():
         for name in options.stages:
@@ -84,6 +81,9 @@ def _work(options: argparse.Namespace) -> int:
             report.stages.setdefault(name, {"status": "skipped", "reason": reason, "rows": []})
         report.write()
         return 0
+    from engine.gpu_check import attention, device, parity, peer, steps
+    from engine.gpu_check.floors import Limits
+
     bench = device.Bench(torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.small)
     if options.small:
         torch.set_num_threads(1)  # more cost time where sizes are tiny

@@ -26,7 +26,7 @@ class Backend:
 
     Attributes:
         page_multiple: pages must be a multiple of so many tokens.
-        lacks: of "window", "softcap" and "float32" what it does not compute.
+        lacks: of "window", "softcap", "float32" and "bfloat16" what it does not compute.
         fast: written to run at the speed of memory; plain torch is not.
     """
 
@@ -41,7 +41,8 @@ def backends(device: torch.device) -> tuple[list[Backend], dict[str, str]]:
     """Those that can be tried on the device, the fast ones first; and by name why others cannot."""
     found, missing = _flash(device)
     if (why := probe_triton(device)) is None:
-        found.append(Backend("triton", TritonOps))
+        # Its interpreter does not compute products in bfloat16 right.
+        found.append(Backend("triton", TritonOps, lacks=frozenset({"bfloat16"} if device.type == "cpu" else ())))
     else:
         missing["triton"] = why
     if device.type == "cpu":

@@ -44,7 +44,7 @@ class Shape:
     def wants(self) -> set[str]:
         wants = {"window"} if self.window is not None else set()
         wants |= {"softcap"} if self.softcap is not None else set()
-        return wants | ({"float32"} if self.dtype == torch.float32 else set())
+        return wants | {str(self.dtype).removeprefix("torch.")}
 
 
 SHAPES = (
@@ -135,7 +135,8 @@ class Recorded:
     """A step recorded once, with short contexts, and replayed with what later steps put into its tensors."""
 
     def __init__(self, requests: Requests) -> None:
-        self._run, self._graph = requests.plain_run, None
+        self._run = requests.plain_run
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, plan: Any, *inputs: torch.Tensor) -> torch.Tensor:
         if self._graph is None:

@@ -35,7 +35,7 @@ def peer(bench: Bench, progress: Progress, name: str) -> None:
         with progress.case(case):
             new_tokens = _DECODED + -(-batch * sizes.context // sizes.step_tokens)
             blocks = batch * -(-(sizes.context + new_tokens) // sizes.page) + 1
-            wanted = {
+            wanted: dict[str, Any] = {
                 "page_size": sizes.page,
                 "num_blocks": max(blocks, 8),
                 "max_batch_tokens": sizes.step_tokens,
