@@ -46,10 +46,12 @@ class Sequences:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
+        self.device = device
         self.window, self.softcap, self.sinks = window, softcap, sinks
         self.heads, self.kv_heads, self.dim, self.page, self.dtype = heads, kv_heads, dim, page, dtype
-        self.kv: KVTensors = allocate(1, NUM_BLOCKS, kv_heads, page, dim, dtype)
+        self.kv: KVTensors = allocate(1, NUM_BLOCKS, kv_heads, page, dim, dtype, device)
         for tensor in (*self.kv.keys, *self.kv.values):
             tensor[1:] = float("nan")
         self.ops = make_ops(self.kv, [LayerGroup((0,), window)])
@@ -68,7 +70,7 @@ class Sequences:
                 self.new()
 
     def new(self) -> int:
-        self.keys.append(torch.empty(self.kv_heads, 0, self.dim, dtype=self.dtype))
+        self.keys.append(torch.empty(self.kv_heads, 0, self.dim, dtype=self.dtype, device=self.device))
         self.values.append(self.keys[-1])
         self.tables.append([])
         return len(self.tables) - 1
@@ -96,7 +98,8 @@ class Sequences:
 
     def random(self, heads: int, tokens: int) -> torch.Tensor:
         """[heads, tokens, dim], laid out as a model's projections are."""
-        return torch.randn(tokens, heads, self.dim, generator=self.generator).to(self.dtype).transpose(0, 1)
+        drawn = torch.randn(tokens, heads, self.dim, generator=self.generator)
+        return drawn.to(self.device, self.dtype).transpose(0, 1)
 
     def random_kv(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.random(self.kv_heads, tokens), self.random(self.kv_heads, tokens)
@@ -151,7 +154,7 @@ class Sequences:
         length, tokens = key.shape[1], query.shape[0]
         distance = torch.arange(length - tokens, length)[:, None] - torch.arange(length)
         hidden = (distance < 0) | (distance >= (self.window or length))
-        scores = scores.masked_fill(hidden, float("-inf"))
+        scores = scores.masked_fill(hidden.to(self.device), float("-inf"))
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, tokens, 1)), dim=-1)
         weights = scores.softmax(-1)[:, :, :length]

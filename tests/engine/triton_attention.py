@@ -95,8 +95,15 @@ class Cache:
 
     heads, kv_heads, dim, page, row_blocks = 3, 1, 16, 4, 150
 
-    def __init__(self, rows: int, window: int | None = None, dtype: torch.dtype = torch.float32) -> None:
-        self.kv = allocate(1, rows * self.row_blocks, self.kv_heads, self.page, self.dim, dtype, trash=True)
+    def __init__(
+        self,
+        rows: int,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        blocks = rows * self.row_blocks
+        self.kv = allocate(1, blocks, self.kv_heads, self.page, self.dim, dtype, device, trash=True)
         self.window, self.trash = window, self.kv.num_blocks_allocated - 1
         self.ops = TritonOps(self.kv, [LayerGroup((0,), window)])
         generator = torch.Generator().manual_seed(0)
@@ -122,32 +129,34 @@ class Cache:
             own = torch.Generator().manual_seed(1000 * row + start)
             numbers[at : at + count] = torch.randn(count, *numbers.shape[1:], generator=own)
             at += count
-        query, key, value = numbers.to(self.kv.dtype).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        query, key, value = numbers.to(self.kv.device, self.kv.dtype).split(
+            (self.heads, self.kv_heads, self.kv_heads), dim=1
+        )
         key, value = key.transpose(0, 1), value.transpose(0, 1)
         self.ops.write_kv(0, key, value, plan)
         return self.ops.attend(0, query, key, value, plan, None)
 
 
-def alone_and_together(step: Step, window: int | None, dtype: torch.dtype) -> bool:
+def alone_and_together(step: Step, window: int | None, dtype: torch.dtype, device: torch.device | str = "cpu") -> bool:
     """Whether each row gives the same bits alone and beside the others."""
     of = list(range(len(step.starts)))
-    cache = Cache(len(of), window, dtype)
+    cache = Cache(len(of), window, dtype, device)
     together = cache.run(cache.ops.plan(cache.rows(step, of)), step, of, step.tokens)
     at, same = 0, True
     for row, start, count in zip(of, step.starts, step.counts, strict=True):
-        cache, one = Cache(len(of), window, dtype), Step([start], [count])
+        cache, one = Cache(len(of), window, dtype, device), Step([start], [count])
         alone = cache.run(cache.ops.plan(cache.rows(one, [row])), one, [row], count)
         same &= torch.equal(alone, together[at : at + count])
         at += count
     return same and bool(together.isfinite().all())
 
 
-def replayed(steps: list[Step], kind: str, window: int | None) -> list[bool]:
+def replayed(steps: list[Step], kind: str, window: int | None, device: torch.device | str = "cpu") -> list[bool]:
     """Whether a plan of fixed shapes, made once and given each step's numbers, has the bits of an exact plan."""
     static, same = None, []
     for step in steps:
         of = list(range(len(step.starts)))
-        exact, fixed = Cache(len(of), window), Cache(len(of), window)
+        exact, fixed = (Cache(len(of), window, device=device) for _ in range(2))
         expected = exact.run(exact.ops.plan(exact.rows(step, of)), step, of, step.tokens)
         rows = fixed.rows(step, of)
         if kind == "decode":

@@ -35,6 +35,7 @@ def compare(
     temperature: float = 1.0,
     ties: bool = False,
     uniform: Sequence[float] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Compared:
     """Random rows, among others and not in their order; `ties`: of whole numbers; `uniform`: of each row."""
     from engine.ops.triton.choose import choose_most_likely
@@ -44,12 +45,16 @@ def compare(
     logits = logits.round() if ties else logits
     logits[:, 3::7] = float("-inf")
     at = torch.randperm(2 * rows, generator=generator)[:rows]
-    scores = Scores(logits, Workspace(), at, logits.amax(-1)[at], torch.full((rows,), temperature))
+    logits, at = logits.to(device), at.to(device)
+    scores = Scores(logits, Workspace(), at, logits.amax(-1)[at], torch.full((rows,), temperature, device=device))
     draw = torch.rand(rows, generator=generator, dtype=torch.float64)
     if uniform is not None:
         draw = torch.tensor(uniform, dtype=torch.float64)
-    numbers = *(torch.full((rows,), each, dtype=torch.float64) for each in (top_p, min_p)), draw
-    ks = None if top_k is None else torch.full((rows,), min(top_k, vocab))
+    numbers = (
+        *(torch.full((rows,), each, dtype=torch.float64, device=device) for each in (top_p, min_p)),
+        draw.to(device),
+    )
+    ks = None if top_k is None else torch.full((rows,), min(top_k, vocab), device=device)
     own = choose_most_likely(scores, ks, *numbers)
     expected: Choice
     if ks is None:
