@@ -230,8 +230,8 @@ def load_served(config: ModelConfig) -> ServedModel:
     told = parser_name_for(None if template is None else template.tool_source, tokenizer.added_tokens)
     if config.tool_parser not in ("auto", "none") and (template is None or "tools" not in template.tool_source):
         logger.warning(
-            "model %s: tool_parser is %s, but its chat template does not mention tools, so the model never sees those of "
-            "a request; give it a template that does, or leave tool_parser out, which refuses tools",
+            "model %s: tool_parser is %s, but its chat template does not mention tools, so it never sees those of a "
+            "request; give it a template that does, or leave tool_parser out, which refuses tools",
             config.name, config.tool_parser,
         )  # fmt: skip
     return ServedModel(
