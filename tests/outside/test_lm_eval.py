@@ -70,7 +70,10 @@ def evaluated(python: Path, folder: Path, model: str, args: str, task: str, limi
     (samples,) = output.rglob(f"samples_{task}_*.jsonl")
     found = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda one: one["doc_id"])
     assert len(found) == limit
-    return [one["filtered_resps"] for one in found]
+    answers = [one["filtered_resps"] for one in found]
+    if task == "greedy":  # half a character at the end, which the API leaves out and decode() shows
+        return [text.rstrip("\ufffd") for (text,) in answers]
+    return answers
 
 
 @pytest.fixture(scope="module")
