@@ -58,7 +58,7 @@ async def generate(
                 reason = "stop"
             if watch is not None:
                 watch.saw(text.count, reason, info)
-            yield Chunk(piece, taken, reason, text.count, len(prompt_ids), cached, prompt)
+            yield Chunk(piece, taken, reason, text.count, len(prompt_ids), cached, prompt, text.matched)
             prompt = None
             if reason is not None:
                 return

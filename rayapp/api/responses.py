@@ -76,7 +76,7 @@ class ResponseShape:
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
         self._reason = choice.finish_reason
-        for _ in self._grow(self._reader.read(choice.text, ended=True), choice.tokens):
+        for _ in self._grow(self._reader.read(choice.text, ended=True, cut=choice.cut), choice.tokens):
             pass
         for _ in self._close_last():
             pass
@@ -90,7 +90,7 @@ class ResponseShape:
         ended = chunk.finish_reason is not None
         if ended:
             self._reason = chunk.finish_reason
-        yield from self._grow(self._reader.read(chunk.text, ended=ended), chunk.token_ids)
+        yield from self._grow(self._reader.read(chunk.text, ended=ended, cut=chunk.cut), chunk.token_ids)
         if ended:
             yield from self._close_last()
 

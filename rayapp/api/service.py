@@ -80,6 +80,7 @@ class Chunk:
         completion_tokens: generated so far, counted up to the token that completed a stop string.
         prompt_tokens, cached_tokens: final on the last chunk; prompt tokens answered by the prefix cache.
         prompt: the prompt as scored tokens, on one chunk, where its scores were asked for.
+        matched: on the last chunk: a stop string ended the text.
     """
 
     text: str
@@ -89,6 +90,12 @@ class Chunk:
     prompt_tokens: int
     cached_tokens: int
     prompt: list[int] | None = None
+    matched: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """The text ends where the model would have gone on."""
+        return self.matched or self.finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True)

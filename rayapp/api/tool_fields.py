@@ -160,6 +160,7 @@ class Reply:
     Attributes:
         parser: makes one for a generation; None where all text is content.
         structure: what the text must be.
+        forced: the answer is calls: what is not reasoning can be nothing else.
         shown_ids: special tokens that the parser must see.
         one_call: the answer ends with its first call.
         counter: counts the tokens of a generation's reasoning; None where there is none.
@@ -167,6 +168,7 @@ class Reply:
 
     parser: Callable[[], ReplyParser] | None = None
     structure: Structure | None = None
+    forced: bool = False
     shown_ids: tuple[int, ...] = ()
     one_call: bool = False
     counter: Callable[[], ReasoningCount] | None = None
@@ -202,7 +204,7 @@ def wanted_reply(
     inside = model.reasons and opens_thinking(prompt)
     markers = [*(MARKERS if model.reasons else ()), *(FORMATS[format_name].markers if tools and format_name else ())]
     tokens = model.tokenizer.ids_of(markers)
-    forced = choice not in (None, "auto")
+    forced = bool(tools) and choice not in (None, "auto")
     if tools and format_name and (forced or structure is not None):
         name = choice.function.name if isinstance(choice, NamedTool) else "required"
         named = [tool for tool in tools if name in ("required", tool["function"]["name"])]
@@ -221,12 +223,14 @@ def wanted_reply(
         return ReplyParser(
             ReasoningParser(inside) if model.reasons else None,
             tool_parser(format_name, functions) if tools and format_name else None,
+            forced,
         )
 
     shown_ids = tuple(tokens.values())
     return Reply(
         parser if tools or model.reasons else None,
         structure,
+        forced,
         shown_ids,
         one_call=bool(tools) and not parallel,
         counter=partial(ReasoningCount, model.tokenizer, shown_ids, inside) if model.reasons else None,
