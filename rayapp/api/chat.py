@@ -39,7 +39,7 @@ class ChatShape:
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         said = []
         for index, choice in enumerate(choices):
-            reply = collected(self._reader(index).read(choice.text, ended=True))
+            reply = collected(self._reader(index).read(choice.text, ended=True, cut=choice.cut))
             message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
             if reply.reasoning:
                 message["reasoning_content"] = reply.reasoning
@@ -48,6 +48,7 @@ class ChatShape:
                     {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                     for call in reply.calls
                 ]
+            if self._reader(index).is_calls:
                 message["content"] = reply.content or None
             said.append(
                 {
@@ -59,13 +60,13 @@ class ChatShape:
             )
         return {**self._head, "object": "chat.completion", "choices": said, "usage": usage}
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         for index in range(self._plan.num_choices):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, [], None, None)
+            yield self._chunk(index, {"role": "assistant", "content": ""}, [], None, usage)
 
     def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterator[bytes]:
         reader, ended = self._reader(index), chunk.finish_reason is not None
-        deltas = [_delta(piece) for piece in reader.read(chunk.text, ended=ended)]
+        deltas = [_delta(piece) for piece in reader.read(chunk.text, ended=ended, cut=chunk.cut)]
         tokens = chunk.token_ids if self._plan.logprobs else []
         for delta in deltas or ([{"content": ""}] if tokens else []):
             yield self._chunk(index, delta, tokens, None, usage)

@@ -34,7 +34,7 @@ class Choice:
 
     Attributes:
         tokens: of the text.
-        prompt: as in `Chunk`.
+        prompt, cut: as in `Chunk`.
         reasoning: counts the tokens of its reasoning; None where there is none.
     """
 
@@ -42,6 +42,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    cut: bool = False
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning: ReasoningCount | None = None
@@ -55,7 +56,7 @@ class Choice:
 
     def count(self, chunk: Chunk) -> None:
         """Take its figures alone."""
-        self.finish_reason = chunk.finish_reason
+        self.finish_reason, self.cut = chunk.finish_reason, chunk.cut
         self.completion_tokens = chunk.completion_tokens
         self.cached_tokens = chunk.cached_tokens
         if self.reasoning is not None:

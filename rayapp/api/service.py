@@ -43,6 +43,7 @@ class SamplingFields:
         cache_salt: only requests with the same one share cached prefixes.
         priority: lower runs first.
         deadline: `time.monotonic()` of this process at which the generation must have ended; None is never.
+        timeout: seconds that the request asked for, of which the deadline was made; for what it is told when they pass.
     """
 
     max_new_tokens: int
@@ -67,6 +68,7 @@ class SamplingFields:
     cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
+    timeout: float | None = None
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class Chunk:
         completion_tokens: generated so far, counted up to the token that completed a stop string.
         prompt_tokens, cached_tokens: final on the last chunk; prompt tokens answered by the prefix cache.
         prompt: the prompt as scored tokens, on one chunk, where its scores were asked for.
+        matched: on the last chunk: a stop string ended the text.
     """
 
     text: str
@@ -89,6 +92,12 @@ class Chunk:
     prompt_tokens: int
     cached_tokens: int
     prompt: list[int] | None = None
+    matched: bool = False
+
+    @property
+    def cut(self) -> bool:
+        """The text ends where the model would have gone on."""
+        return self.matched or self.finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,20 @@ class ReplyParser:
     Args:
         reasoning: None takes no text for reasoning.
         tools: None takes no text for calls.
+        forced: what is not reasoning can be nothing but calls.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, forced: bool = False
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._forced = forced
+
+    @property
+    def unfinished(self) -> bool:
+        """See `ToolParser`."""
+        return self._tools is not None and self._tools.unfinished
 
     def push(self, text: str) -> list[Piece]:
         """What these characters make certain."""
@@ -28,10 +37,10 @@ class ReplyParser:
             return []
         return merged(self._through_tools([Content(text)] if self._reasoning is None else self._reasoning.push(text)))
 
-    def finish(self) -> list[Piece]:
-        """The text ends here: what was held."""
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """The text ends here: what was held. Arguments as `ToolParser.finish`."""
         pieces = [] if self._reasoning is None else self._through_tools(self._reasoning.finish())
-        return merged(pieces if self._tools is None else [*pieces, *self._tools.finish()])
+        return merged(pieces if self._tools is None else [*pieces, *self._tools.finish(cut, self._forced)])
 
     def _through_tools(self, pieces: list[Piece]) -> list[Piece]:
         if self._tools is None:

@@ -74,24 +74,26 @@ def test_O04_stop_string_cuts_counts_and_aborts(tokenizer: Tokenizer, size: int)
     assert text(chunks) == " 6, 7, "
     assert not any("8" in chunk.text for chunk in chunks)
     assert (chunks[-1].finish_reason, chunks[-1].completion_tokens, chunks[-1].cached_tokens) == ("stop", 11, 1)
+    assert [chunk.cut for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert link.ended is False
 
 
 def test_O05_a_stop_that_never_completes_loses_nothing(tokenizer: Tokenizer) -> None:
     chunks = run(ScriptedLink([[token] for token in STOP_STRING_TOKENS]), tokenizer, ["9,X", "8, X"])
     assert text(chunks) == " 6, 7, 8, 9,"
-    assert chunks[-1].finish_reason == "length"
+    assert chunks[-1].finish_reason == "length" and chunks[-1].cut
 
 
 def test_a_stop_that_completes_with_the_last_token_is_a_stop(tokenizer: Tokenizer) -> None:
     chunks = run(ScriptedLink([STOP_STRING_TOKENS]), tokenizer, ["9,"])
-    assert (text(chunks), chunks[-1].finish_reason) == (" 6, 7, 8, ", "stop")
+    assert (text(chunks), chunks[-1].finish_reason) == (" 6, 7, 8, ", "stop") and chunks[-1].cut
 
 
 def test_the_ending_token_counts_and_does_not_show(tokenizer: Tokenizer) -> None:
     for ending in (EOS, 28):  # the model's own, and a visible one that the caller chose
         chunks = run(ScriptedLink([[216, 38, ending]], "stop"), tokenizer)
         assert (text(chunks), chunks[-1].completion_tokens, chunks[-1].finish_reason) == (" 6", 3, "stop")
+        assert not chunks[-1].cut
 
 
 def test_failure_after_text_is_an_exception(tokenizer: Tokenizer) -> None:

@@ -41,10 +41,10 @@ class BareParser(ToolParser):
         if found[0] in self.begin_markers:
             self._say(text[at : found.start()])
             self._held.append(found[0])
-            self._state = self._marked
+            self._is_marked, self._state = True, self._marked
             return found.end()
         self._say(text[at : found.end() - 1])
-        self._state = self._unmarked
+        self._is_marked, self._state = False, self._unmarked
         return found.end() - 1
 
     def _marked(self, text: str, at: int) -> int | None:

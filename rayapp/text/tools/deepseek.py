@@ -93,6 +93,9 @@ class DeepSeekParser(ToolParser):
             return None
         return self._not_a_call(at) if end == at else self._hold(text, at, end)
 
+    def _unstarted_name(self) -> str | None:
+        return self._name if self._state == self._before_arguments else None
+
     def _arguments(self, text: str, at: int) -> int | None:
         end, arguments = self._scanner.feed(text, at)
         self._give(arguments)

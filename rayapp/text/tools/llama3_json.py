@@ -22,15 +22,12 @@ class Llama3JsonParser(BareParser):
     markers = begin_markers = (TAG,)
     bracket = "{"
 
-    _is_marked = False
-
     def _marked(self, text: str, at: int) -> int | None:
         self._is_marked = True
         self._begin_call(CallReader(self._held, self._any_name))
         return at
 
     def _unmarked(self, text: str, at: int) -> int | None:
-        self._is_marked = False
         self._begin_call(CallReader(self._held, self._known_name, _BARE_KEYS, needs_arguments=True))
         return at
 

@@ -110,6 +110,11 @@ class MistralParser(ToolParser):
         self._state = self._arguments
         return at
 
+    def _unstarted_name(self) -> str | None:
+        if self._state == self._open_arguments and is_name(self._name):
+            return self._name
+        return super()._unstarted_name()
+
     def _arguments(self, text: str, at: int) -> int | None:
         end, arguments = self._scanner.feed(text, at)
         self._give(arguments)

@@ -41,12 +41,17 @@ class ToolParser(TextMachine):
             known. Where a format marks its calls, one of another name is still a call, as with OpenAI; where nothing
             but its look tells a call, it is content.
         new_id: gives each call its id; None: as the format wants them.
+
+    Attributes:
+        unfinished: the text ended in the markup of a call of which it does not have the arguments.
     """
 
     markers: tuple[str, ...] = ()
     """Those that a tokenizer may have as special tokens; the detokenizer must show them."""
 
     id_maker: Callable[[], str] = staticmethod(call_id)
+
+    _is_marked = True  # a marker, not its look alone, tells the call that is being read
 
     def __init__(self, functions: Collection[str] | None = None, new_id: Callable[[], str] | None = None) -> None:
         super().__init__(self._content)
@@ -57,19 +62,44 @@ class ToolParser(TextMachine):
         self._blank: list[str] = []  # white space since the beginning or the last call
         self._only_blank = True  # there was nothing else
         self._calls = 0
+        self.unfinished = False
         self._name = ""  # of the call that is being read, in formats that write it outside of JSON
         self._reader = CallReader(self._held, self._any_name)
 
-    def finish(self) -> list[Piece]:
-        """The text ends here: what was held, but for separators and the beginning of an end marker after a call."""
+    def finish(self, cut: bool = False, forced: bool = False) -> list[Piece]:
+        """The text ends here: what was held, but for separators and the beginning of an end marker after a call.
+
+        Args:
+            cut: the model would have gone on: the markup of a call that has begun is no content.
+            forced: the text can be nothing but calls, or the beginning of them.
+        """
         self._held.append("" if self._state == self._after else self._rest)
         self._rest = ""
         held = "".join(self._held)
-        if not (self._calls and self._only_blank and not held.strip(_SEPARATORS)):
+        if held.strip(_SEPARATORS) and (forced or (cut and self._in_markup())):
+            self._drop_unfinished()
+        elif not (self._calls and self._only_blank and not held.strip(_SEPARATORS)):
             self._release()
-        if self._blank and not self._calls:
+        if self._blank and not (self._calls or self.unfinished or forced):
             self._out.append(Content("".join(self._blank)))
         return self._taken()
+
+    def _in_markup(self) -> bool:
+        """Whether what is held can be nothing but a call that has begun."""
+        follows_call = self._calls > 0 and self._only_blank
+        return self._state not in (self._content, self._after) and (self._is_marked or follows_call)
+
+    def _drop_unfinished(self) -> None:
+        """What is held is a call that the text does not have whole: its name is told if it is known."""
+        self.unfinished = True
+        self._held.clear()
+        if name := self._unstarted_name():
+            self._start(name)
+
+    def _unstarted_name(self) -> str | None:
+        """The name of the call at hand if it is known and the call was not given out."""
+        in_call = self._state == self._call and not self._reader.started
+        return self._reader.name if in_call else None
 
     def _content(self, text: str, at: int) -> int | None:
         """Outside of calls."""

@@ -26,17 +26,14 @@ class PythonicParser(BareParser):
     markers = BEGIN_MARKERS + END_MARKERS
     bracket = "["
 
-    _is_marked = False
     _scanner: PythonScanner
 
     def _marked(self, text: str, at: int) -> int | None:
         if text[at].isspace():
             return self._hold(text, at, skip_blank(text, at))
-        self._is_marked = True
         return self._open(text, at)
 
     def _unmarked(self, text: str, at: int) -> int | None:
-        self._is_marked = False
         return self._open(text, at)
 
     def _open(self, text: str, at: int) -> int:
@@ -70,6 +67,9 @@ class PythonicParser(BareParser):
             self._give(arguments)
             self._state = self._next
         return end
+
+    def _unstarted_name(self) -> str | None:
+        return self._name if self._state == self._arguments else None
 
     def _next(self, text: str, at: int) -> int | None:
         """After a call in the list."""

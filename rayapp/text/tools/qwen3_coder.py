@@ -36,20 +36,19 @@ class Qwen3CoderParser(ToolParser):
 
     markers = (BEGIN, END)
 
-    _is_marked = False
     _function = ""
     _first = True  # no parameter of the call has come
     _is_string = False  # the value at hand is given out as it comes
     _value: list[str]  # else it is kept here
     _types: frozenset[str]
 
-    def finish(self) -> list[Piece]:
+    def finish(self, cut: bool = False, forced: bool = False) -> list[Piece]:
         if self._state in (self._between, self._parameter_name, self._value_begun, self._in_value):
             if not self._is_string:
                 self._give("".join(self._value) if self._state == self._in_value else "")
             self._held.clear()
             self._rest = ""
-        return super().finish()
+        return super().finish(cut, forced)
 
     def _content(self, text: str, at: int) -> int | None:
         end = self._seek(_BEGINS, text, at, self._block)
