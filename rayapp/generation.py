@@ -43,6 +43,7 @@ async def generate(
     """
     fields = {**asdict(sampling), "seed": choice_seed(sampling.seed, index) if sampling.do_sample else None}
     text = _Text(tokenizer, prompt_ids, stop, fields.pop("shown_ids"))
+    del fields["timeout"]  # the deadline says when
     if sampling.logprobs:
         fields["raw_logprobs"] = True  # what the model thinks, whatever was asked to be done to it
     request = wire_request(prompt_ids, fields)

@@ -124,7 +124,7 @@ class Router:
                     async for chunk in chunks:
                         yield chunk
         except GenerationError as error:
-            raise as_api_error(error) from error
+            raise as_api_error(error, sampling.timeout) from error
 
     async def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether every model can be asked; per model its state, its replicas and their requests."""
@@ -246,14 +246,21 @@ def load_served(config: ModelConfig) -> ServedModel:
     )
 
 
-def as_api_error(error: GenerationError) -> ApiError:
-    """What a client is told of a generation that could not be done."""
+def as_api_error(error: GenerationError, timeout: float | None = None) -> ApiError:
+    """What a client is told of a generation that could not be done.
+
+    Args:
+        timeout: that the request asked for; the error has what was left of it when it was sent.
+    """
     if isinstance(error, InvalidRequest):
         return invalid_request(error.message, error.param)
     if isinstance(error, Overloaded):
         return overloaded(error.message)
     if isinstance(error, DeadlineExceeded):
-        return out_of_time("the request did not end within its timeout")  # not what was left of it when it was sent
+        asked = "" if timeout is None else f" ({timeout:g} s)"
+        return out_of_time(
+            f"the request did not end within its timeout{asked}: give it a larger one, or ask for fewer tokens"
+        )
     if isinstance(error, EngineUnavailable):
         return unavailable(error.message, retry_after_s=1)
     return ApiError(500, error.message, code="generation_failed")

@@ -27,8 +27,8 @@ class Shape(Protocol):
     def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The answer without streaming."""
 
-    def opening(self) -> Iterable[bytes]:
-        """What a stream begins with."""
+    def opening(self, usage: dict[str, Any] | None) -> Iterable[bytes]:
+        """What a stream begins with; `usage` as for `piece`."""
 
     def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterable[bytes]:
         """What a choice has to say next, its end included; `usage` so far, where the request asks for it."""
@@ -87,7 +87,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     counts = _choices(plan)
     async with aclosing(merged) as rest:
-        for event in shape.opening():
+        for event in shape.opening(usage_of(plan, counts) if plan.running_usage else None):
             yield event
         async for index, chunk in _chain(begun, rest):
             counts[index].count(chunk)

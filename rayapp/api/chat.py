@@ -59,9 +59,9 @@ class ChatShape:
             )
         return {**self._head, "object": "chat.completion", "choices": said, "usage": usage}
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         for index in range(self._plan.num_choices):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, [], None, None)
+            yield self._chunk(index, {"role": "assistant", "content": ""}, [], None, usage)
 
     def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterator[bytes]:
         reader, ended = self._reader(index), chunk.finish_reason is not None

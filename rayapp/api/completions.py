@@ -46,7 +46,7 @@ class CompletionShape:
         ]
         return {**self._head, "choices": said, "usage": usage}
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         return iter(())
 
     def piece(self, index: int, chunk: Chunk, usage: dict[str, Any] | None) -> Iterator[bytes]:

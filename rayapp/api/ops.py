@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,11 +18,14 @@ from rayapp.api.errors import invalid_request, not_found
 from rayapp.api.logprobs import shown
 from rayapp.api.messages import read_messages
 from rayapp.api.prompts import PromptReader, find_model
-from rayapp.api.refusals import Neutral
+from rayapp.api.refusals import Neutral, refuse
 from rayapp.api.schemas import Body, TemplateFields, or_default, parse_body
 from rayapp.api.service import ServedModel, Service
 from rayapp.api.streaming import json_response
+from rayapp.api.tool_fields import AnyTool, check_can_call, check_tools
 from rayapp.text.template import Message
+
+ONE_OF_THEM = "give prompt or messages, one of them"
 
 
 class TokenizeRequest(TemplateFields):
@@ -33,8 +36,24 @@ class TokenizeRequest(TemplateFields):
     model: str | None = None  # type: ignore[assignment]
     prompt: str | None = None
     messages: Annotated[list[Message], BeforeValidator(read_messages)] | None = None
-    add_special_tokens: Annotated[bool, BeforeValidator(or_default(True))] = True
+    tools: Annotated[list[AnyTool], BeforeValidator(or_default([])), Field(default_factory=list)]
+    add_special_tokens: bool | None = None  # None: to a text, but not to messages, whose template writes them
     return_token_strs: Annotated[bool, BeforeValidator(or_default(False))] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_one(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Before what they hold: an empty one is one too."""
+        if value.get("prompt") is not None and value.get("messages") is not None:
+            raise refuse(ONE_OF_THEM, "prompt")
+        if value.get("prompt") is not None and value.get("tools"):
+            raise refuse("tools go with messages, not with a prompt", "tools")
+        return value
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> TokenizeRequest:
+        check_tools([tool.function.name for tool in self.tools], None, "function", "name")
+        return self
 
 
 class DetokenizeRequest(Body):
@@ -56,14 +75,17 @@ async def tokenize(service: Service, request: Request, body: bytes) -> Response:
 def _tokenize(service: Service, body: bytes) -> dict[str, Any]:
     fields = parse_body(TokenizeRequest, body)
     model = _model(service, fields.model)
-    if (fields.prompt is None) == (fields.messages is None):
-        raise invalid_request("give prompt or messages, one of them", "prompt")
+    if fields.prompt is None and fields.messages is None:
+        raise invalid_request(ONE_OF_THEM, "prompt")
     reader = PromptReader(model, service.settings, fits=False)
     if fields.messages is not None:
-        text = reader.render(fields.messages, fields, "messages")
-        ids = reader.encode(text, "messages", add_special_tokens=False)
+        if fields.tools:
+            check_can_call(model)
+        tools = [tool.model_dump(exclude_none=True) for tool in fields.tools]
+        text = reader.render(fields.messages, fields, "messages", tools)
+        ids = reader.encode(text, "messages", add_special_tokens=bool(fields.add_special_tokens))
     else:
-        ids = reader.encode(fields.prompt or "", "prompt", fields.add_special_tokens)
+        ids = reader.encode(fields.prompt or "", "prompt", fields.add_special_tokens is not False)
     strings = [shown(model.tokenizer, token_id) for token_id in ids] if fields.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
 

@@ -102,7 +102,7 @@ class PromptReader:
             raise ApiError(
                 413,
                 f"{param}: the text has {length} characters, and this server tokenizes {limit} a request "
-                f"(max_text_length): shorten it by at least {length - limit}",
+                f"(max_text_length): shorten it by at least {length - limit} characters",
                 param=param,
                 code="text_too_long",
             )
@@ -127,14 +127,16 @@ class PromptReader:
         if least > self._model.context_length:
             raise invalid_request(
                 f"{said}but {self._model.name!r} takes {self._model.context_length} in all, prompt and completion "
-                "together",
+                f"together: shorten the prompt by at least {least - self._model.context_length + 1} tokens",
                 param,
                 "context_length_exceeded",
             )
         most = self._settings.max_prompt_tokens
         if most is not None and least > most:
             raise invalid_request(
-                f"{said}and this server takes {most} (max_prompt_tokens)", param, "context_length_exceeded"
+                f"{said}and this server takes {most} (max_prompt_tokens): shorten it by at least {least - most} tokens",
+                param,
+                "context_length_exceeded",
             )
 
 

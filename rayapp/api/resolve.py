@@ -6,16 +6,17 @@ for without asking a replica is refused here or in what is called from here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rayapp.api.errors import invalid_request, overloaded
+from rayapp.api.errors import ApiError, invalid_request, overloaded
 from rayapp.api.prompts import PromptReader, find_model
 from rayapp.api.sampling import sampling_of
 from rayapp.api.schemas import ChatRequest, CompletionRequest, parse_body
 from rayapp.api.service import SamplingFields, ServedModel
 from rayapp.api.settings import RequestSettings
-from rayapp.api.tool_fields import ALL_CONTENT, Reply, Structure, wanted_reply
+from rayapp.api.tool_fields import ALL_CONTENT, NamedTool, Reply, Structure, wanted_reply
 from rayapp.failures import Overloaded
 from rayapp.structured import check
 
@@ -74,7 +75,10 @@ def plan_chat_fields(models: Mapping[str, ServedModel], fields: ChatRequest, set
     prompts = [reader.encode(prompt, param, add_special_tokens=False)]
     reply = wanted_reply(model, prompt, tools, fields.tool_choice, fields.parallel_tool_calls, fields.structure)
     _check_structure(fields.structure, fields.structure_field, model)
-    _check_structure(reply.structure, "tools" if tools else fields.structure_field, model)
+    if tools:
+        _check_calls(reply.structure, tools, fields.tool_choice, model)
+    else:
+        _check_structure(reply.structure, fields.structure_field, model)
     limit = settings.defaults.max_tokens if fields.token_limit is None else fields.token_limit
     sampling = sampling_of(
         fields, model, settings, prompts, param, limit, model.context_length,
@@ -100,7 +104,7 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: R
     model = find_model(models, fields.model)
     prompts = PromptReader(model, settings).prompts(fields.prompt, "prompt")
     _check_structure(fields.structure, fields.structure_field, model)
-    limit = settings.defaults.max_tokens if fields.max_tokens is None else max(1, fields.max_tokens)
+    limit = settings.defaults.max_tokens if fields.max_tokens is None else fields.max_tokens
     scored = fields.logprobs is not None
     sampling = sampling_of(
         fields, model, settings, prompts, "prompt", limit, DEFAULT_COMPLETION_TOKENS,
@@ -118,8 +122,22 @@ def plan_completions(models: Mapping[str, ServedModel], body: bytes, settings: R
     )  # fmt: skip
 
 
-def _check_structure(structure: Structure | None, param: str, model: ServedModel) -> None:
-    """Raises ApiError for a structure that cannot be kept to."""
+def _check_calls(
+    structure: Structure | None, tools: Sequence[dict[str, Any]], choice: str | NamedTool | None, model: ServedModel
+) -> None:
+    """Raises ApiError for calls that cannot be made to come; it names the function whose parameters are why."""
+    try:
+        _check_structure(structure, "tools", model)
+    except ApiError as error:
+        for function in (tool["function"] for tool in tools if error.status == 400):
+            if not isinstance(choice, NamedTool) or function["name"] == choice.function.name:
+                alone = {"kind": "json_schema", "value": function.get("parameters") or {}}
+                _check_structure(alone, "tools", model, f"tools: the parameters of function {function['name']!r}")
+        raise
+
+
+def _check_structure(structure: Structure | None, param: str, model: ServedModel, what: str | None = None) -> None:
+    """Raises ApiError for a structure that cannot be kept to; `what` it is called, if not as the field."""
     if structure is None:
         return
     try:
@@ -127,4 +145,4 @@ def _check_structure(structure: Structure | None, param: str, model: ServedModel
     except Overloaded as error:
         raise overloaded(error.message) from None
     except ValueError as error:
-        raise invalid_request(f"{param}: {error}", param) from None
+        raise invalid_request(f"{what or param}: {error}", param) from None

@@ -24,6 +24,7 @@ from rayapp.api.tool_fields import (
     Tool,
     ToolName,
     check_tools,
+    only_functions,
 )
 from rayapp.text.template import Message
 
@@ -76,7 +77,7 @@ class NamedFunction(Strict):
 
 def _tool_choice(value: Any) -> Any:
     if value is None or value in ("none", "auto", "required") or isinstance(value, dict):
-        return value
+        return only_functions(value)
     raise refuse(
         f'tool_choice must be "none", "auto", "required" or {{"type": "function", "name": "..."}}, not {shown(value)}'
     )
@@ -103,7 +104,11 @@ class ResponsesRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: Annotated[bool, BeforeValidator(or_default(False))] = False
-    tools: Annotated[list[FunctionTool], BeforeValidator(or_default([])), Field(default_factory=list)]
+    tools: Annotated[
+        list[Annotated[FunctionTool, BeforeValidator(only_functions)]],
+        BeforeValidator(or_default([])),
+        Field(default_factory=list),
+    ]
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunction | None, BeforeValidator(_tool_choice)
     ] = None

@@ -82,7 +82,7 @@ class ResponseShape:
             pass
         return self._response(self._status(), usage)
 
-    def opening(self) -> Iterator[bytes]:
+    def opening(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response("in_progress", None))
 
@@ -148,7 +148,7 @@ class ResponseShape:
             logprobs = {"logprobs": scores} if item.kind == "message" else {}
             yield self._event(kind, **at, content_index=0, text=item.text, **logprobs)
             yield self._event("response.content_part.done", **at, content_index=0, part=item.part(scores))
-        shown = item.shown(self._item_status(item), scores)
+        shown = item.shown(self._item_status(item, self._status()), scores)
         yield self._event("response.output_item.done", output_index=item.index, item=shown)
 
     @staticmethod
@@ -168,15 +168,14 @@ class ResponseShape:
     def _status(self) -> str:
         return "incomplete" if self._reason == "length" else "completed"
 
-    def _item_status(self, item: _Item) -> str:
-        return self._status() if item is self._items[-1] else "completed"
+    def _item_status(self, item: _Item, status: str) -> str:
+        """Of the response it follows for the last item alone, which breaks off where the response does."""
+        return "completed" if status == "completed" or item is not self._items[-1] else "incomplete"
 
     def _response(self, status: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         asked = self._request
-        done = status in ("completed", "incomplete")
-        output = (
-            [item.shown(self._item_status(item), self._scores(item.tokens)) for item in self._items] if done else []
-        )
+        items = [] if status == "in_progress" else self._items
+        output = [item.shown(self._item_status(item, status), self._scores(item.tokens)) for item in items]
         choice = asked.tool_choice
         text = asked.text.model_dump(exclude_none=True, by_alias=True) if asked.text else {}
         return {

@@ -52,7 +52,9 @@ def build_api(service: Service, config: ApiConfig | None = None) -> FastAPI:
     def post(path: str, endpoint: Endpoint) -> None:
         async def handle(request: Request) -> Response:
             try:
-                return await endpoint(service, request, await _read_body(request, service.settings.max_body_bytes))
+                body = await _read_body(request, service.settings.max_body_bytes)
+                _check_kind(request, body)
+                return await endpoint(service, request, body)
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)  # for the log; nobody reads it
 
@@ -107,6 +109,24 @@ async def _read_body(request: Request, limit: int) -> bytes:
         if len(body) > limit:
             raise refusal
     return bytes(body)
+
+
+def _check_kind(request: Request, body: bytes) -> None:
+    """Raises ApiError for what is said not to be JSON, and is not. (JSON is often sent as something else.)"""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise ApiError(
+            415,
+            f"the body's Content-Encoding is {encoding[:60]!r}; this server takes none: send the JSON as it is",
+            code="unsupported_media_type",
+        )
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind and not kind.endswith("json") and body.strip() and not body.lstrip().startswith(b"{"):
+        raise ApiError(
+            415,
+            f"the body is no JSON object, and its Content-Type is {kind[:60]!r}: send JSON, as application/json",
+            code="unsupported_media_type",
+        )
 
 
 def _describe(model: ServedModel) -> dict[str, Any]:

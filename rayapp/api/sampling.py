@@ -32,7 +32,8 @@ def sampling_of(
 
     Args:
         param: what the prompts are called in a refusal.
-        limit: the most tokens to generate, as the request or the operator says; None takes `default_limit`.
+        limit: the most tokens to generate, as the request or the operator says; None takes `default_limit`, and 0
+            makes one, as the engine does at least.
         more: fields that are not the same at all endpoints.
 
     Raises:
@@ -68,6 +69,7 @@ def sampling_of(
             cache_salt=fields.cache_salt,
             priority=fields.priority,
             deadline=deadline,
+            timeout=fields.timeout,
             **more,
         )
         for prompt, name in zip(prompts, names_of(param, len(prompts)), strict=True)
@@ -91,7 +93,7 @@ def _token_limit(
         raise _over_the_limit(settings.max_prompt_tokens, prompt_tokens, param)
     if settings.max_completion_tokens is not None:
         room = min(room, settings.max_completion_tokens)
-    limit = min(default_limit if asked is None else asked, room)
+    limit = min(default_limit if asked is None else max(1, asked), room)
     if fields.min_tokens > limit:
         raise invalid_request(
             f"min_tokens ({fields.min_tokens}) is more than can be generated ({limit}: max_tokens, what the "
@@ -103,10 +105,16 @@ def _token_limit(
 
 
 def _too_long(model: ServedModel, prompt_tokens: int, param: str, asked: int | None) -> ApiError:
-    wanted = "" if asked is None else f" and {asked} more were asked for"
+    limit = model.context_length
+    wanted = f" and {asked} more were asked for" if asked else ""
+    shorten = f"shorten the prompt by at least {prompt_tokens - limit + 1} tokens"
+    if asked == 0:
+        shorten += ", as there must be room for one even where none is asked for"
+    elif asked is not None and 1 < asked < limit:
+        shorten += f", which makes room for one, or by {prompt_tokens + asked - limit} for all that were asked for"
     return invalid_request(
-        f"the prompt has {prompt_tokens} tokens{wanted}, but {model.name!r} takes {model.context_length} in all, "
-        f"prompt and completion together: shorten the prompt by at least {prompt_tokens - model.context_length + 1}",
+        f"the prompt has {prompt_tokens} tokens{wanted}, but {model.name!r} takes {limit} in all, prompt and "
+        f"completion together: {shorten}",
         param,
         "context_length_exceeded",
     )
@@ -115,7 +123,7 @@ def _too_long(model: ServedModel, prompt_tokens: int, param: str, asked: int | N
 def _over_the_limit(limit: int, prompt_tokens: int, param: str) -> ApiError:
     return invalid_request(
         f"the prompt has {prompt_tokens} tokens, and this server takes {limit} (max_prompt_tokens): shorten it by at "
-        f"least {prompt_tokens - limit}",
+        f"least {prompt_tokens - limit} tokens",
         param,
         "context_length_exceeded",
     )

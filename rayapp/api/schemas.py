@@ -6,6 +6,8 @@ nothing of models. Strict throughout: no string is taken for a number, no boolea
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -25,7 +27,7 @@ from rayapp.api.refusals import (
     refuse,
     shown,
 )
-from rayapp.api.tool_fields import ResponseFormat, Structure, StructuredOutputs, Tool, ToolChoice, check_tools
+from rayapp.api.tool_fields import AnyTool, ResponseFormat, Structure, StructuredOutputs, ToolChoice, check_tools
 from rayapp.text.template import Message
 
 MAX_LOGIT_BIAS = 100
@@ -72,6 +74,8 @@ def _logit_bias(value: Any) -> Any:
 
 def _top_k(value: Any) -> Any:
     """-1 is how some clients write "off"."""
+    if type(value) is int and value < -1:
+        raise refuse(f"top_k must be 1 or more, or 0 or -1 for off, not {shown(value)}")
     return 0 if type(value) is int and value == -1 else value
 
 
@@ -217,7 +221,7 @@ class ChatRequest(GenerationFields, TemplateFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[bool, BeforeValidator(or_default(False))] = False
     top_logprobs: Annotated[int, BeforeValidator(or_default(0)), Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    tools: Annotated[list[Tool], BeforeValidator(or_default([]))] = []
+    tools: Annotated[list[AnyTool], BeforeValidator(or_default([]))] = []
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool, BeforeValidator(or_default(True))] = True
 
@@ -262,6 +266,12 @@ class CompletionRequest(GenerationFields):
             raise refuse("max_tokens is 0, which leaves nothing to answer with; only with echo it may be", "max_tokens")
         if self.best_of is not None and self.best_of != self.n:
             raise refuse(f"best_of is not supported: it may be left out or equal n ({self.n})", "best_of")
+        if len(self.prompt) > MAX_CHOICES:
+            raise refuse(
+                f"there are {len(self.prompt)} prompts; one request may have {MAX_CHOICES}: "
+                f"send the other {len(self.prompt) - MAX_CHOICES} in another",
+                "prompt",
+            )
         if self.n * len(self.prompt) > MAX_CHOICES:
             raise refuse(
                 f"n ({self.n}) times the number of prompts ({len(self.prompt)}) is {self.n * len(self.prompt)}; "
@@ -283,7 +293,7 @@ def parse_body(kind: type[Fields], body: bytes) -> Fields:
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise invalid_request(f"the body is not valid JSON: {error}" if body else "the body is empty") from None
+        raise invalid_request(_json_fault(body, str(error))) from None
     if not isinstance(given, dict):
         raise invalid_request(f"the body must be a JSON object, not {_json_kind(given)}")
     fields: dict[str, Any] = {}
@@ -296,6 +306,26 @@ def parse_body(kind: type[Fields], body: bytes) -> Fields:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _as_api_error(error, kind) from None
+
+
+def _json_fault(body: bytes, said: str) -> str:
+    """What is wrong with a body that is no JSON."""
+    if not body:
+        return "the body is empty"
+    if body.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        said = "it begins with a byte order mark; send UTF-8 without one"
+    elif "hex escape" in said and _is_python_json(body):
+        said = f"a lone surrogate is no character (\\ud800 to \\udfff come in pairs): {said}"
+    return f"the body is not valid JSON: {said}"
+
+
+def _is_python_json(body: bytes) -> bool:
+    """JSON as Python has it: surrogates may stand alone."""
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _json_kind(value: Any) -> str:
@@ -320,7 +350,7 @@ def _as_api_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
         return invalid_request(f"{param!r} is missing", param, "missing_field")
     if fault["type"] == "refused":
         return invalid_request(f"{param}: {context['text']}" if len(at) > 1 else context["text"], param)
-    reason = "must be an object" if fault["type"] == "model_type" else fault["msg"].lower()
+    reason = "must be an object" if fault["type"] == "model_type" else fault["msg"][:1].lower() + fault["msg"][1:]
     return invalid_request(f"{param}: {reason}, not {shown(fault['input'])}", param)
 
 

@@ -43,6 +43,7 @@ class SamplingFields:
         cache_salt: only requests with the same one share cached prefixes.
         priority: lower runs first.
         deadline: `time.monotonic()` of this process at which the generation must have ended; None is never.
+        timeout: seconds that the request asked for, of which the deadline was made; for what it is told when they pass.
     """
 
     max_new_tokens: int
@@ -67,6 +68,7 @@ class SamplingFields:
     cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
+    timeout: float | None = None
 
 
 @dataclass(slots=True)

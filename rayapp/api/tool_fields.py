@@ -118,9 +118,17 @@ class StructuredOutputs(Strict):
         return {"kind": given[0][0], "value": given[0][1]} if given else None
 
 
+def only_functions(value: Any) -> Any:
+    """A validator that comes before those of the fields: of another type, others are right."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise refuse(f'the type {shown(kind)} is not supported; "function" is', "type")
+    return value
+
+
 def _tool_choice(value: Any) -> Any:
     if value is None or value in ("none", "auto", "required") or isinstance(value, dict):
-        return value
+        return only_functions(value)
     raise refuse(
         'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}, not '
         + shown(value)
@@ -128,6 +136,9 @@ def _tool_choice(value: Any) -> Any:
 
 
 ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_tool_choice)]
+
+
+AnyTool = Annotated[Tool, BeforeValidator(only_functions)]
 
 
 def check_tools(names: Sequence[str], choice: str | NamedTool | None, *name_at: str) -> None:
@@ -175,6 +186,16 @@ class Reply:
 ALL_CONTENT = Reply()
 
 
+def check_can_call(model: ServedModel) -> None:
+    """Raises ApiError for a model that tools are nothing to."""
+    if model.tool_format is None:
+        raise invalid_request(
+            f"tools: the chat template of {model.name!r} shows no form of tool calls that is known here "
+            f"({', '.join(FORMATS)}); if it is one of these, set tool_parser of the model",
+            "tools",
+        )
+
+
 def wanted_reply(
     model: ServedModel,
     prompt: str,
@@ -193,12 +214,8 @@ def wanted_reply(
         ApiError: 400: this model cannot.
     """
     format_name = model.tool_format
-    if tools and format_name is None:
-        raise invalid_request(
-            f"tools: the chat template of {model.name!r} shows no form of tool calls that is known here "
-            f"({', '.join(FORMATS)}); if it is one of these, set tool_parser of the model",
-            "tools",
-        )
+    if tools:
+        check_can_call(model)
     inside = model.reasons and opens_thinking(prompt)
     markers = [*(MARKERS if model.reasons else ()), *(FORMATS[format_name].markers if tools and format_name else ())]
     tokens = model.tokenizer.ids_of(markers)

@@ -46,7 +46,7 @@ class LocalService:
                 async for chunk in it:
                     yield chunk
         except GenerationError as error:
-            raise as_api_error(error) from error
+            raise as_api_error(error, sampling.timeout) from error
 
     async def metrics(self) -> bytes | None:
         return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -207,7 +209,8 @@ def test_usage_so_far(service: ScriptedService) -> None:
         usages = [chunk["usage"] for chunk in chunks if chunk["usage"]]
         made = [usage["completion_tokens"] for usage in usages]
         assert made == sorted(made) and len(set(made)) > 2 and usages[-1] == last["usage"]
-        assert len(usages) == len(chunks) - (2 if is_chat else 0)  # all but those that say the role
+        assert len(usages) == len(chunks)
+        assert all(usage["prompt_tokens"] == last["usage"]["prompt_tokens"] for usage in usages)
     alone = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     assert refused(chat(service, **alone))["param"] == "stream_options.continuous_usage_stats"
 
@@ -332,6 +335,29 @@ def test_O09_prompts_around_the_context(service: ScriptedService) -> None:
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
+@pytest.mark.parametrize(
+    ("length", "fields", "shorten"),
+    [
+        (260, {"max_tokens": 12}, [5, 16]),
+        (300, {"max_tokens": 1}, [45]),
+        (300, {"max_tokens": 10**9}, [45]),  # no prompt leaves room for these
+        (256, {"max_tokens": 0, "echo": True}, [1]),
+    ],
+)
+def test_O09_what_is_told_to_do_would_do(
+    service: ScriptedService, length: int, fields: dict[str, Any], shorten: list[int]
+) -> None:
+    """The least makes room for one token, the most for all that were asked for; zero are not called one."""
+    message = refused(complete(service, prompt=[5] * length, **fields))["message"]
+    told = message.partition("shorten the prompt")[2]
+    assert [int(number) for number in re.findall(r"by (?:at least )?(\d+)", told)] == shorten
+    assert (" were asked for, but" in message) == (fields["max_tokens"] > 0)
+    assert sampling(service, prompt=[5] * (length - shorten[0]), **fields).max_new_tokens == 1
+    if len(shorten) > 1:
+        shorter = sampling(service, prompt=[5] * (length - shorten[1]), **fields)
+        assert shorter.max_new_tokens == fields["max_tokens"]
+
+
 def test_O10_max_tokens(service: ScriptedService) -> None:
     assert sampling(service, max_tokens=1).max_new_tokens == 1
     assert sampling(service, max_tokens=10**9).max_new_tokens == CONTEXT - COUNT_TOKENS
@@ -388,6 +414,31 @@ def test_O33_long_bodies(service: ScriptedService) -> None:
             return await client.post("/completions", content=pieces())
 
     refused(wait(without_length()), 413)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "says"),
+    [
+        ({"Content-Encoding": "gzip"}, gzip.compress(json.dumps(COMPLETION).encode()), 415, "Content-Encoding"),
+        ({"Content-Encoding": "br"}, b"\x00\x01", 415, "Content-Encoding"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, b"model=smol&prompt=a", 415, "Content-Type"),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, b"--x\r\n", 415, "Content-Type"),
+        ({"Content-Type": "application/xml"}, b"<prompt/>", 415, "Content-Type"),
+        ({"Content-Type": "application/json; charset=utf-8"}, b"model=smol", 400, "not valid JSON"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, b'{"model": ', 400, "not valid JSON"),
+        ({"Content-Type": "text/plain"}, b"", 400, "the body is empty"),
+    ],
+)
+def test_O33_bodies_that_are_said_to_be_no_json(
+    service: ScriptedService, headers: dict[str, str], body: bytes, status: int, says: str
+) -> None:
+    async def send(content: bytes) -> httpx.Response:
+        async with http(service) as client:
+            return await client.post("/completions", content=content, headers=headers)
+
+    assert says in refused(wait(send(body)), status)["message"]
+    if "Content-Encoding" not in headers:  # curl calls JSON a form if it is not told
+        assert wait(send(json.dumps(COMPLETION).encode())).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,8 +14,10 @@ import pytest
 from engine import __version__
 from rayapp.api.routes import build_api
 from rayapp.api.settings import RequestSettings
+from rayapp.text.template import ChatTemplate
 from rayapp.text.tokenizer import Tokenizer
 from tests.rayapp.scripted import ScriptedService
+from tests.rayapp.test_api_tools import TEMPLATE, WEATHER
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -50,10 +54,43 @@ def test_messages_are_counted_as_chat_would(service: ScriptedService) -> None:
     assert counted["tokens"][: bare["count"]] == bare["tokens"] and bare["count"] < counted["count"]
 
 
+def test_tools_are_counted_as_chat_would(service: ScriptedService) -> None:
+    plain = service.models["smol"]
+    able = replace(plain, template=ChatTemplate(plain.tokenizer, TEMPLATE), tool_format="hermes")
+    service.models = service.models | {"smol": able}
+    body = {"model": "smol", "messages": HELLO, "tools": [WEATHER]}
+    counted = ask(service, "POST", "/tokenize", body).json()
+    answered = ask(service, "POST", "/v1/chat/completions", body).json()
+    assert counted["count"] == answered["usage"]["prompt_tokens"]
+    assert counted["count"] > ask(service, "POST", "/tokenize", body | {"tools": []}).json()["count"]
+
+
+def test_special_tokens_are_added_where_they_are_asked_for(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left out, to a text and not to messages."""
+    plain, added = service.models["smol"].tokenizer.encode, []
+
+    def encode(_: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        added.append(add_special_tokens)
+        return plain(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    for said in ({}, {"add_special_tokens": None}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+        for body in ({"prompt": "a"}, {"messages": HELLO}):
+            assert ask(service, "POST", "/tokenize", {"model": "smol", **body, **said}).status_code == 200
+    assert added == [True, False] * 2 + [False, False] + [True, True]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
+        ("/tokenize", {"prompt": "", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": [WEATHER]}, "tools"),
+        ("/tokenize", {"messages": HELLO, "tools": [WEATHER]}, "tools"),  # the model can call none
+        ("/tokenize", {"messages": HELLO, "tools": [WEATHER, WEATHER]}, "tools.1.function.name"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, None),  # no valid JSON, so no field has it
@@ -154,4 +191,7 @@ def test_a_prompt_that_cannot_fit_is_not_tokenized(
     answer = ask(service, "POST", path, {"model": "smol", field: body[field]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert answer.json()["error"]["param"] == field
-    assert ("max_prompt_tokens" if settings else "256 in all") in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert ("max_prompt_tokens" if settings else "256 in all") in message
+    least = int(re.findall(r"at least (\d+) tokens, ", message)[0])
+    assert f"by at least {least - (3 if settings else 255)} tokens" in message

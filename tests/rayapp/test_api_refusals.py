@@ -139,6 +139,73 @@ def test_O33_what_is_named_is_in_the_body_or_missing_there(path: str, able: dict
         assert "literal[" not in error.message and "NamedTool" not in error.message, error.message
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_patterns_are_told_as_they_are(path: str, able: dict[str, ServedModel]) -> None:
+    """Only the first letter of what is said of a value is made small."""
+    told = set()
+    for *above, last in places(BODIES[path]):
+        if last != "name":
+            continue
+        body = copy.deepcopy(BODIES[path])
+        at = body
+        for step in above:
+            at = at[step]
+        at[last] = "two words"
+        try:
+            plan(path, able, body)
+        except ApiError as error:
+            told |= set(re.findall(r"string should match pattern '(.*)', not", error.message))
+    patterns = {"^[A-Za-z0-9_.-]{1,64}$", "^[A-Za-z0-9_-]{1,64}$"}
+    assert told == (set() if path == "/v1/completions" else patterns)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("/v1/chat/completions", {"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools.0.type"),
+        ("/v1/chat/completions", {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        ("/v1/chat/completions", {"tool_choice": {"type": "custom", "custom": {"name": "a"}}}, "tool_choice.type"),
+        ("/v1/responses", {"tools": [{"type": "custom", "name": "a", "format": {}}]}, "tools.0.type"),
+        ("/v1/responses", {"tools": [{"type": "web_search", "filters": {}}]}, "tools.0.type"),
+        ("/v1/responses", {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+        ("/v1/responses", {"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+    ],
+)
+def test_of_a_type_that_is_not_served_the_type_is_named(
+    path: str, change: Any, param: str, able: dict[str, ServedModel]
+) -> None:
+    """Not the fields that only this type has."""
+    with pytest.raises(ApiError) as caught:
+        plan(path, able, BODIES[path] | change)
+    (value,) = change.values()
+    kind = (value[0] if isinstance(value, list) else value)["type"]
+    assert caught.value.param == param
+    assert f'"{kind}"' in caught.value.message and '"function"' in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"type": "objet"}, "objet"),
+        ({"type": "object", "properties": {"a": {"type": "objet"}}}, "objet"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}, "/nowhere"),
+        ({"type": "object", "properties": "prop"}, "prop"),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "wrong"}}])
+def test_a_function_whose_parameters_cannot_be_kept_to_is_named(
+    parameters: Any, says: str, choice: Any, able: dict[str, ServedModel]
+) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": one}}
+        for name, one in (("fine", SCHEMA), ("wrong", parameters), ("too", SCHEMA))
+    ]
+    with pytest.raises(ApiError) as caught:
+        plan("/v1/chat/completions", able, CHAT | {"tools": tools, "tool_choice": choice, "response_format": None})
+    assert caught.value.param == "tools"
+    assert "'wrong'" in caught.value.message and says in caught.value.message
+
+
 def test_responses_are_never_told_of_fields_of_chat(able: dict[str, ServedModel]) -> None:
     schema = ResponsesRequest.model_json_schema()
     own = {field for one in [schema, *schema["$defs"].values()] for field in one["properties"]}
@@ -199,7 +266,7 @@ def test_items_are_counted_as_they_were_sent(able: dict[str, ServedModel]) -> No
         ("/v1/chat/completions", ("tools", 0, "function"), "x", "description, name, parameters, strict"),
         ("/v1/chat/completions", ("response_format", "json_schema"), "shema", "did you mean 'schema'?"),
         ("/v1/chat/completions", ("tool_choice", "function"), "nam", "did you mean 'name'?"),
-        ("/v1/chat/completions", ("stream_options",), "usage", "the fields are include_usage"),
+        ("/v1/chat/completions", ("stream_options",), "usage", "the fields are continuous_usage_stats, include_usage"),
         ("/v1/chat/completions", ("messages", 1), "conten", "did you mean 'content'?"),
         ("/v1/completions", ("structured_outputs",), "jsn", "did you mean 'json'?"),
         ("/v1/completions", (), "messages", "GET /openapi.json lists the fields"),

@@ -89,6 +89,7 @@ def test_O33_values_out_of_place(field: str, value: Any) -> None:
         ({"store": True}, "'store' is not supported: it may be left out or be false, null, not true"),
         ({"stream": True, "stream_options": {"includ_usage": True}}, "did you mean 'include_usage'?"),
         ({"stream": True, "stream_options": 5}, "stream_options: must be an object, not 5"),
+        ({"top_k": -5}, "top_k must be 1 or more, or 0 or -1 for off, not -5"),
     ],
 )
 def test_messages_say_what_is_wrong_and_what_would_do(fields: dict[str, Any], says: str) -> None:
@@ -163,6 +164,26 @@ def test_fields_that_contradict_each_other() -> None:
     assert error.param == "n"
     assert "130" in error.message
     assert "128" in error.message
+    error = refusal(CompletionRequest, COMPLETION | {"prompt": ["a"] * 129})
+    assert error.param == "prompt"
+    assert "129" in error.message and "128" in error.message
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"a": "\\ud83d"}', b'{"a": "\\ud83d x"}', b'{"a": "\\udc00"}', b'{"\\ud83d\\u0041": 1}']
+)
+def test_half_of_a_surrogate_pair_is_called_so(body: bytes) -> None:
+    assert "lone surrogate" in refusal(ChatRequest, body).message
+    assert (
+        "surrogate" not in refusal(ChatRequest, body.replace(b"\\ud83d", b"\\uzz").replace(b"\\udc00", b"\\u1")).message
+    )
+
+
+def test_a_byte_order_mark_is_called_so() -> None:
+    for encoding in ("utf-8-sig", "utf-16", "utf-16-be"):
+        text = json.dumps(CHAT)
+        body = ("\ufeff" + text if encoding == "utf-16-be" else text).encode(encoding)
+        assert "byte order mark" in refusal(ChatRequest, body).message
 
 
 def test_missing_fields() -> None:

@@ -226,14 +226,22 @@ _LAYOUTS: dict[str, Callable[[_Grammar, Functions, bool], str]] = {
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters") or {**NO_PARAMETERS, "additionalProperties": False}
     if parameters.get("type", "object") != "object":
-        raise ValueError(f"the parameters of function {function['name']!r} must be of type object")
+        raise ValueError(
+            f"the parameters of function {function['name']!r} must be of type 'object', not {_cut(parameters['type'])}"
+        )
     if not isinstance(parameters.get("properties", {}), dict):
-        raise ValueError(f"the properties of function {function['name']!r} must be an object")
+        said = _cut(parameters["properties"])
+        raise ValueError(f"the properties of function {function['name']!r} must be an object, not {said}")
     return {"x-guidance": _JSON_STYLE, **parameters, "type": "object"}
+
+
+def _cut(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _required(function: Mapping[str, Any]) -> list[str]:
     required = (function.get("parameters") or {}).get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise ValueError(f"required of function {function['name']!r} must be a list of names")
+        raise ValueError(f"required of function {function['name']!r} must be a list of names, not {_cut(required)}")
     return required
