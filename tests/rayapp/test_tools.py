@@ -740,7 +740,7 @@ def test_forced_markers_that_are_tokens(writer: Writer) -> None:
     [
         (TOOLS, "nope", "names 'nope'"),
         ([], "required", "no such function"),
-        ([{"function": {"name": "f", "parameters": {"type": "string"}}}], "f", "of type object"),
+        ([{"function": {"name": "f", "parameters": {"type": "string"}}}], "f", "of type 'object', not "),
     ],
 )
 def test_what_cannot_be_forced(tools: list[dict[str, Any]], choice: str, reason: str) -> None:
