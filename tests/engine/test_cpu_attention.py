@@ -292,7 +292,9 @@ def test_a_huge_row() -> None:
     assert (short.double() - rows.expected(1)).abs().max() < 1e-2
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 3, 0]])
+@pytest.mark.parametrize(
+    "lengths", [[], [0], [0, 0, 3, 0], [0, 0, 3], [2, 0], [0, 2, 3, 0, 0]]
+)  # as many tokens as rows
 def test_empty_rows_and_batches(lengths: list[int]) -> None:
     rows = Rows(Model(), lengths)
     rows.check(rows.at_once())

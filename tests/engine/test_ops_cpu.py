@@ -99,7 +99,7 @@ def test_softcap_of_scores_of_any_size(softcap: float) -> None:
     out = ops.attend(0, query, unused, unused, plan, 1.0, softcap)[:, 0, 0].double()
     expected = (softcap * (keys.double() / softcap).tanh()).sigmoid()
     error = (out - expected).abs() / expected
-    assert error.max() < 5e-6 and error[keys.abs() < 5].max() < 4e-7
+    assert error.max() < 6e-6 and error[keys.abs() < 5].max() < 4e-7
 
 
 def test_sinks_take_their_share() -> None:

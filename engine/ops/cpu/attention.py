@@ -201,7 +201,7 @@ _UNCOVERED = "a block table does not cover the tokens of its row"
 
 def _positions(rows: PackedRows, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Of every packed token its position and the line of its row."""
-    if tokens == len(rows.starts):  # one each, or none at all
+    if tokens == len(rows.starts) and rows.counts.max(initial=1) == 1:  # one each
         return rows.starts, rows.table_of
     positions = np.arange(tokens) + np.repeat(rows.starts - rows.offsets, rows.counts)
     return positions, np.repeat(rows.table_of, rows.counts)
