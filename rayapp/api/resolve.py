@@ -77,7 +77,7 @@ def plan_chat_fields(models: Mapping[str, ServedModel], fields: ChatRequest, set
     _check_structure(fields.structure, fields.structure_field, model)
     if tools:
         _check_calls(reply.structure, tools, fields.tool_choice, model)
-    else:
+    elif reply.structure is not fields.structure:
         _check_structure(reply.structure, fields.structure_field, model)
     limit = settings.defaults.max_tokens if fields.token_limit is None else fields.token_limit
     sampling = sampling_of(

@@ -97,11 +97,7 @@ class DeepSeekParser(ToolParser):
         return self._name if self._state == self._before_arguments else None
 
     def _arguments(self, text: str, at: int) -> int | None:
-        end, arguments = self._scanner.feed(text, at)
-        self._give(arguments)
-        if self._scanner.done or self._scanner.failed:
-            self._state = self._after
-        return end
+        return self._give_json(self._scanner, text, at, self._after)
 
     def _after(self, text: str, at: int) -> int | None:
         if text[at].isspace():

@@ -116,11 +116,7 @@ class MistralParser(ToolParser):
         return super()._unstarted_name()
 
     def _arguments(self, text: str, at: int) -> int | None:
-        end, arguments = self._scanner.feed(text, at)
-        self._give(arguments)
-        if self._scanner.done or self._scanner.failed:
-            self._state = self._after
-        return end
+        return self._give_json(self._scanner, text, at, self._after)
 
     def _not_a_call(self, at: int) -> int:
         self._in_list = False

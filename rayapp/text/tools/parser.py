@@ -15,6 +15,7 @@ from rayapp.text.machine import State, TextMachine
 from rayapp.text.markers import Markers
 from rayapp.text.pieces import Content, Piece, ToolArguments, ToolStart
 from rayapp.text.tools.call_reader import MAX_NAME, CallReader
+from rayapp.text.tools.json_scanner import JsonScanner
 
 _SEPARATORS = " \t\r\n,;"
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -179,6 +180,14 @@ class ToolParser(TextMachine):
     def _give(self, arguments: str) -> None:
         if arguments:
             self._out.append(ToolArguments(self._calls - 1, arguments))
+
+    def _give_json(self, scanner: JsonScanner, text: str, at: int, behind: State) -> int | None:
+        """The arguments as they are written, to their end; `behind` is the state there."""
+        end, arguments = scanner.feed(text, at)
+        self._give(arguments)
+        if scanner.done or scanner.failed:
+            self._state = behind
+        return end
 
     def _any_name(self, name: str) -> bool:
         return True
