@@ -17,7 +17,7 @@ from engine import (
     init_continuous_batching,
 )
 from engine.core import EngineCore
-from engine.execution.forward import DeviceInputs
+from engine.execution.forward import StepInputs
 from engine.request import Request
 from tests.conftest import wait_limit
 from tests.serving import wait_until
@@ -55,7 +55,7 @@ def before_forward(manager: ContinuousBatchingManager, hook: Callable[[torch.Ten
     class Hooked:
         device = forward.device
 
-        def __call__(self, inputs: DeviceInputs, plan: Any) -> torch.Tensor:
+        def __call__(self, inputs: StepInputs, plan: Any) -> torch.Tensor:
             hook(inputs.input_ids)
             logits: torch.Tensor = forward(inputs, plan)
             return logits

@@ -1,4 +1,4 @@
-"""The shadow's forward pass on packed tokens, and how a step's arrays get to the device.
+"""The shadow's forward pass on packed tokens, and what it is given of a step.
 
 Used by the paths. Knows tensors and the step's plan; nothing of requests or recorded graphs.
 """
@@ -42,7 +42,7 @@ class Forward:
         self._ops = ops
         self._num_layers = num_layers
 
-    def __call__(self, inputs: DeviceInputs, plan: Any) -> torch.Tensor:
+    def __call__(self, inputs: StepInputs, plan: Any) -> torch.Tensor:
         """Writes the step's K/V and returns the logits of `inputs.keep`, [kept, vocab_size] in the model's dtype.
 
         Raises:
@@ -77,7 +77,7 @@ class FusedForward:
         self.device = decoder.device
         self._decoder = decoder
 
-    def __call__(self, inputs: DeviceInputs, plan: Any) -> torch.Tensor:
+    def __call__(self, inputs: StepInputs, plan: Any) -> torch.Tensor:
         """As `Forward`; on CPU float32, valid until the next call.
 
         Raises:
@@ -87,37 +87,58 @@ class FusedForward:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceInputs:
-    """Views of one int64 vector on the device, one after another: [tokens], [tokens], [kept]."""
+class StepInputs:
+    """What a model is given of a step, padded with zeros; int64.
 
-    input_ids: torch.Tensor
+    Attributes:
+        ids: [tokens + 1]; the last one is nobody's: where there is less to carry than room for it, that goes there.
+        position_ids: [tokens].
+        keep: [kept], tokens whose logits are wanted.
+        carried_to, carried_from: [kept], where in `ids` tokens belong that the step before has sampled, and which of
+            its rows each is.
+    """
+
+    ids: torch.Tensor
     position_ids: torch.Tensor
     keep: torch.Tensor
+    carried_to: torch.Tensor
+    carried_from: torch.Tensor
 
     @classmethod
-    def of(cls, vector: torch.Tensor, tokens: int, kept: int) -> DeviceInputs:
-        """Views of the first numbers of `vector`."""
-        return cls(vector[:tokens], vector[tokens : 2 * tokens], vector[2 * tokens : 2 * tokens + kept])
+    def of(cls, inputs: InputBatch, tokens: int, kept: int) -> StepInputs:
+        """On the host, for so many tokens and kept rows, at least as many as there are."""
+        to, source = np.full(kept, tokens, dtype=np.int64), np.zeros(kept, dtype=np.int64)
+        if inputs.carried is not None:
+            to[: len(inputs.carried.at)] = inputs.carried.at
+            source[: len(inputs.carried.source)] = inputs.carried.source
+        arrays = _padded(inputs.input_ids, tokens + 1), _padded(inputs.position_ids, tokens), _padded(inputs.keep, kept)
+        return cls(*(torch.from_numpy(array) for array in (*arrays, to, source)))
 
-    def carry(self, inputs: InputBatch, previous_ids: torch.Tensor | None) -> None:
-        """Put the tokens that the step before has sampled where they belong, on the device.
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """[tokens]."""
+        return self.ids[:-1]
 
-        Raises:
-            RuntimeError: tokens are to be carried and that step was not sampled.
-        """
-        if inputs.carried is None:
-            return
-        if previous_ids is None:
-            raise RuntimeError("a step needs tokens of the step before, which was not sampled")
-        device = self.input_ids.device
-        at, source = (torch.from_numpy(each).to(device) for each in (inputs.carried.at, inputs.carried.source))
-        self.input_ids.index_copy_(0, at, previous_ids.index_select(0, source))
+    def carry(self, previous_ids: torch.Tensor) -> None:
+        """Put the tokens that the step before has sampled where they belong. On the device."""
+        self.ids.index_copy_(0, self.carried_to, previous_ids.index_select(0, self.carried_from))
 
 
-def as_vector(inputs: InputBatch, tokens: int, kept: int) -> torch.Tensor:
-    """The arrays in the order of `DeviceInputs`, on the host, padded with zeros to `tokens` and `kept`."""
-    vector = np.zeros(2 * tokens + kept, dtype=np.int64)
-    vector[: inputs.num_tokens] = inputs.input_ids
-    vector[tokens : tokens + inputs.num_tokens] = inputs.position_ids
-    vector[2 * tokens : 2 * tokens + len(inputs.keep)] = inputs.keep
-    return torch.from_numpy(vector)
+def carried_ids(inputs: InputBatch, previous_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """`previous_ids` where the step needs some of them.
+
+    Raises:
+        RuntimeError: it does, and that step was not sampled.
+    """
+    if inputs.carried is None:
+        return None
+    if previous_ids is None:
+        raise RuntimeError("a step needs tokens of the step before, which was not sampled")
+    return previous_ids
+
+
+def _padded(array: np.ndarray, size: int) -> np.ndarray:
+    """A copy with zeros behind."""
+    padded = np.zeros(size, dtype=np.int64)
+    padded[: len(array)] = array
+    return padded

@@ -1,24 +1,24 @@
 """Steps recorded as device graphs and replayed: one launch in the place of hundreds of kernels.
 
-Made by the model runner where settings and ops allow it. A recording fixes shapes and addresses: inputs are written
-into buffers that stay, a step's plan into the tensors of the plan that was recorded. Knows nothing of requests.
+Made by the model runner where settings and ops allow it. A recording fixes shapes and addresses: a step's inputs
+and plan are written into the memory of those that were recorded. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from engine.execution.forward import DeviceInputs, Forward, FusedForward, as_vector
+from engine.execution.forward import Forward, FusedForward, StepInputs, carried_ids
 from engine.execution.input_batch import InputBatch
+from engine.execution.staging import Staging
 
-MAX_RECORDINGS = 128  # a set of inputs; the least recently used one goes
+MAX_RECORDINGS = 128  # of a path; the least recently used one goes
+_FINE_FROM = 32  # rows, from which on the products' time grows with them
 
 
 class Graph(Protocol):
@@ -71,8 +71,11 @@ class StepShape:
 
 @dataclass(slots=True)
 class _Recording:
+    """A graph, what it reads, on the device, and the memory of that."""
+
     graph: Graph
-    plan: Any
+    step: tuple[StepInputs, Any]
+    memory: torch.Tensor
 
 
 class GraphRunner:
@@ -81,103 +84,82 @@ class GraphRunner:
     Args:
         forward: what is recorded.
         backend: how.
-        largest: shape that no step exceeds in tokens and kept rows.
-        num_sets: sets of inputs. With 2 the inputs of a step are written while the step before still reads its own;
-            each set has recordings of its own.
+        staging: sends steps to the device. All is done in the order of one stream, so a step may be sent while the
+            one before still runs.
+        most_kept: rows of logits that no step exceeds.
     """
 
     def __init__(
-        self, forward: Forward | FusedForward, backend: GraphBackend, largest: StepShape, num_sets: int
+        self, forward: Forward | FusedForward, backend: GraphBackend, staging: Staging, most_kept: int
     ) -> None:
         self._forward = forward
         self._backend = backend
-        self._most_kept = largest.kept
-        size = 2 * largest.tokens + largest.kept
-        self._inputs = [torch.zeros(size, dtype=torch.int64, device=forward.device) for _ in range(num_sets)]
-        self._recordings: list[OrderedDict[StepShape, _Recording]] = [OrderedDict() for _ in range(num_sets)]
-        self._turn = 0
+        self._staging = staging
+        self._most_kept = most_kept
+        self._recordings: OrderedDict[StepShape, _Recording] = OrderedDict()
         self._logits = torch.empty(0)  # where every recording leaves its result
 
     @property
-    def num_sets(self) -> int:
-        return len(self._inputs)
-
-    @property
     def num_recordings(self) -> int:
-        return sum(map(len, self._recordings))
+        return len(self._recordings)
 
     def run(
         self, shape: StepShape, inputs: InputBatch, plan: Any, previous_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The logits of `inputs.keep`; they are the caller's.
+        """The logits of `inputs.keep`, valid until the next call.
 
         Args:
             shape: large enough for `inputs`.
-            plan: of fixed shapes, all of which follow from `shape`.
+            plan: on the host, of fixed shapes, all of which follow from `shape`.
             previous_ids: sampled by the step before, for tokens that are carried.
 
         Raises:
             RuntimeError: the plan does not have the shapes of the one that was recorded.
         """
-        vector, recordings = self._inputs[self._turn], self._recordings[self._turn]
-        self._turn = (self._turn + 1) % self.num_sets
-        arrays = as_vector(inputs, shape.tokens, shape.kept)
-        vector[: len(arrays)].copy_(arrays, non_blocking=True)
-        views = DeviceInputs.of(vector, shape.tokens, shape.kept)
-        views.carry(inputs, previous_ids)
-        recording = recordings.get(shape)
+        step = StepInputs.of(inputs, shape.tokens, shape.kept), plan
+        carried = carried_ids(inputs, previous_ids)
+        recording = self._recordings.get(shape)
         if recording is None:
-            recording = recordings[shape] = self._record(views, shape, plan)
-            if len(recordings) > MAX_RECORDINGS:
-                recordings.popitem(last=False)
+            recording = self._recordings[shape] = self._record(step, shape, carried)
+            if len(self._recordings) > MAX_RECORDINGS:
+                self._recordings.popitem(last=False)
         else:
-            recordings.move_to_end(shape)
-            copy_into(recording.plan, plan)
+            self._recordings.move_to_end(shape)
+            self._staging.send_again(recording.step, recording.memory, step)
+            if carried is not None:
+                recording.step[0].carry(carried)
         recording.graph.replay()
-        return self._logits[: len(inputs.keep)].clone()
+        return self._logits[: len(inputs.keep)]
 
-    def _record(self, inputs: DeviceInputs, shape: StepShape, plan: Any) -> _Recording:
+    def _record(self, step: tuple[StepInputs, Any], shape: StepShape, carried: torch.Tensor | None) -> _Recording:
+        sent, memory = self._staging.send(step)
+        inputs, plan = sent
+        if carried is not None:
+            inputs.carry(carried)
+
         def run() -> None:
             logits = self._forward(inputs, plan)
             if not len(self._logits):  # at first use, which backends do not record
                 self._logits = logits.new_zeros(self._most_kept, logits.shape[1])
             self._logits[: shape.kept].copy_(logits)
 
-        return _Recording(self._backend.capture(run), plan)
+        return _Recording(self._backend.capture(run), sent, memory)
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Numbers of rows that decode-only steps are padded to: the powers of two below `most`, and `most`."""
+    """Numbers of rows that recorded decode-only steps are padded to: at most a quarter of a large step is padding."""
+    sizes = {most}
+    for power in (1 << i for i in range((most - 1).bit_length())):
+        step = power if power < _FINE_FROM else power // 4
+        sizes.update(size for size in range(power, 2 * power, step) if size < most)
+    return sorted(sizes)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Those below `most`, and `most`."""
     return [1 << i for i in range((most - 1).bit_length())] + [most]
 
 
 def round_up(count: int, interval: int) -> int:
     """The smallest multiple of `interval` that is at least `count`."""
     return -(-count // interval) * interval
-
-
-def copy_into(target: Any, source: Any, name: str = "the plan") -> None:
-    """Writes every tensor in `source`, at any depth, into the one at the same place in `target`.
-
-    Raises:
-        RuntimeError: the two differ in anything but what their tensors hold.
-    """
-    if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
-        if target.shape != source.shape or target.dtype != source.dtype:
-            raise RuntimeError(
-                f"{name} is {source.dtype} {list(source.shape)}, recorded was {target.dtype} {list(target.shape)}"
-            )
-        if target is not source:
-            target.copy_(source, non_blocking=True)
-    elif type(target) is not type(source):
-        raise RuntimeError(f"{name} is a {type(source).__name__}, recorded was a {type(target).__name__}")
-    elif dataclasses.is_dataclass(target):
-        for field in dataclasses.fields(target):
-            copy_into(getattr(target, field.name), getattr(source, field.name), f"{name}.{field.name}")
-    elif isinstance(target, list | tuple):
-        if len(target) != len(source):
-            raise RuntimeError(f"{name} has {len(source)} entries, recorded were {len(target)}")
-        for i, (old, new) in enumerate(zip(target, source, strict=True)):
-            copy_into(old, new, f"{name}[{i}]")
-    elif not np.array_equal(target, source):
-        raise RuntimeError(f"{name} is {source!r}, recorded was {target!r}")

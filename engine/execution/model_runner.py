@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,10 +18,11 @@ from torch import nn
 from engine.acceleration import CompileSettings
 from engine.execution.compilation import compile_forward
 from engine.execution.forward import Forward, FusedForward
-from engine.execution.graphs import CudaGraphs, GraphBackend, GraphRunner, StepShape
+from engine.execution.graphs import CudaGraphs, GraphBackend, GraphRunner
 from engine.execution.input_batch import InputPacker, PromptPart
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.paths import DecodePath, MixedPath, PathSizes
+from engine.execution.staging import Staging
 from engine.model.fusing import fuse
 from engine.model.packed import pack_linears, refresh_packed
 from engine.model.shadow import ParameterSource, attention_of, model_facts
@@ -206,13 +208,22 @@ class ModelRunner:
         tokens = self._max_warmup_tokens
         if not self._has_set_up:
             tokens = min(tokens, _CPU_WARMUP_TOKENS)
-        for _ in range(self._num_input_sets):
-            self._dry_run(tokens)
+        self._dry_run(tokens)
         if self._decode is not None:
-            for size in reversed(self._decode.padded_sizes):
-                for _ in range(self._num_input_sets):
-                    self._decode.run(self._packer.pack(self._dry_batch(1)), size=size)
+            self._set_up_decode_steps(self._decode)
         self._dry_run(1)
+
+    def _set_up_decode_steps(self, path: DecodePath) -> None:
+        sizes, begin = sorted(path.padded_sizes, reverse=True), time.monotonic()
+        for number, size in enumerate(sizes, 1):
+            path.run(self._packer.pack(self._dry_batch(1)), size=size)
+            logger.info(
+                "decode-only steps of %d rows are set up (%d of %d, %.1f s)",
+                size,
+                number,
+                len(sizes),
+                time.monotonic() - begin,
+            )
 
     def refresh_weights(self) -> None:
         """Makes what was written into the weights since the last call, or put in their place, count.
@@ -253,15 +264,15 @@ class ModelRunner:
                 logger.warning("%s steps are not replayed: the operations of this device have no fixed shapes", kind)
         self._replays = any(recorders)
         self._has_set_up = self._device.type != "cpu" or self._replays or settings.mixed_compile is not None
-        self._num_input_sets = 2 if settings.async_batching and any(recorders) else 1
-        self._mixed = MixedPath(*self._path_parts(settings.mixed_compile, recorders[0], settings.max_batch_tokens))
+        self._staging = Staging(self._device) if self._device.type != "cpu" or self._replays else None
+        self._mixed = MixedPath(*self._path_parts(settings.mixed_compile, recorders[0]))
         self._decode: DecodePath | None = None
         if has_decode_path:
-            self._decode = DecodePath(*self._path_parts(settings.decode_compile, recorders[1], settings.max_requests))
+            self._decode = DecodePath(*self._path_parts(settings.decode_compile, recorders[1]))
 
     def _path_parts(
-        self, compiled: CompileSettings | None, recorder: GraphBackend | None, max_tokens: int
-    ) -> tuple[Forward | FusedForward, Ops, PathSizes, GraphRunner | None, CompileSettings | None]:
+        self, compiled: CompileSettings | None, recorder: GraphBackend | None
+    ) -> tuple[Forward | FusedForward, Ops, PathSizes, Staging | None, GraphRunner | None, CompileSettings | None]:
         forward: Forward | FusedForward
         if self._fused is not None:
             forward = FusedForward(self._fused)
@@ -269,10 +280,9 @@ class ModelRunner:
             run = None if compiled is None else compile_forward(self._model, compiled)
             forward = Forward(self._model, self._ops, self._facts.num_layers, run)
         graphs = None
-        if recorder is not None:
-            largest = StepShape(max_tokens, min(max_tokens, self._sizes.max_rows))
-            graphs = GraphRunner(forward, recorder, largest, self._num_input_sets)
-        return forward, self._ops, self._sizes, graphs, compiled
+        if recorder is not None and self._staging is not None:
+            graphs = GraphRunner(forward, recorder, self._staging, self._sizes.max_rows)
+        return forward, self._ops, self._sizes, self._staging, graphs, compiled
 
     @torch.inference_mode()
     def _dry_run(self, tokens: int, *, cached: bool = True) -> None:

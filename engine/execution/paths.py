@@ -12,9 +12,10 @@ from typing import Any, Protocol, cast
 import torch
 
 from engine.acceleration import CompileSettings
-from engine.execution.forward import DeviceInputs, Forward, FusedForward, as_vector
-from engine.execution.graphs import GraphRunner, StepShape, decode_sizes, round_up
+from engine.execution.forward import Forward, FusedForward, StepInputs, carried_ids
+from engine.execution.graphs import GraphRunner, StepShape, decode_sizes, powers_of_two, round_up
 from engine.execution.input_batch import InputBatch, pad
+from engine.execution.staging import Staging
 from engine.ops.interface import Ops, PackedRows
 
 # What the compiler calls dynamic begins at 2: sizes of 0 and 1 would be compiled apart.
@@ -61,6 +62,7 @@ class MixedPath:
     Args:
         forward: for such steps.
         ops: that plan them; with `graphs` they are `FixedMixedOps`.
+        staging: sends steps to the device; None where that is the host.
         graphs: where to replay; None runs directly.
         compiled: how `forward` is compiled, if it is.
     """
@@ -70,12 +72,14 @@ class MixedPath:
         forward: Forward | FusedForward,
         ops: Ops,
         sizes: PathSizes,
+        staging: Staging | None = None,
         graphs: GraphRunner | None = None,
         compiled: CompileSettings | None = None,
     ) -> None:
         self._forward = forward
         self._ops = ops
         self._sizes = sizes
+        self._staging = staging
         self._graphs = graphs
         self._compiled = compiled
 
@@ -92,12 +96,13 @@ class MixedPath:
             return self._graphs.run(StepShape(tokens, most, kv), inputs, plan, previous_ids)
         if self._compiled is not None:
             if self._compiled.dynamic is False:
-                kept = _size_for(kept, decode_sizes(max(kept, sizes.max_rows)))
+                kept = _size_for(kept, powers_of_two(max(kept, sizes.max_rows)))
             else:
                 tokens, kept = max(inputs.num_tokens, _LEAST_DYNAMIC), max(kept, _LEAST_DYNAMIC)
             inputs = pad(inputs, tokens, sizes.trash_block, sizes.page_size)
         plan = self._ops.plan(inputs.rows)
-        return _run_directly(self._forward, inputs, inputs.num_tokens, kept, plan, previous_ids)
+        step = StepInputs.of(inputs, inputs.num_tokens, kept), plan
+        return _run_directly(self._forward, self._staging, step, carried_ids(inputs, previous_ids))[: len(inputs.keep)]
 
 
 class DecodePath:
@@ -106,6 +111,7 @@ class DecodePath:
     Args:
         forward: for such steps.
         ops: that have a `plan_decode`.
+        staging: sends steps to the device; None where that is the host.
         graphs: where to replay; None runs directly.
         compiled: how `forward` is compiled, if it is.
 
@@ -118,16 +124,21 @@ class DecodePath:
         forward: Forward | FusedForward,
         ops: Ops,
         sizes: PathSizes,
+        staging: Staging | None = None,
         graphs: GraphRunner | None = None,
         compiled: CompileSettings | None = None,
     ) -> None:
         self._forward, self._ops = forward, ops
         self._max_rows, self._max_blocks = sizes.max_rows, sizes.max_blocks
         self._max_context = sizes.max_blocks * sizes.page_size
+        self._staging = staging
         self._graphs = graphs
         self._least = 1 if compiled is None else _LEAST_DYNAMIC
-        is_fixed = graphs is not None or (compiled is not None and compiled.dynamic is False)
-        self.padded_sizes = decode_sizes(sizes.max_rows) if is_fixed else []
+        self.padded_sizes: list[int] = []
+        if compiled is not None and compiled.dynamic is False:  # which takes minutes for each size
+            self.padded_sizes = powers_of_two(sizes.max_rows)
+        elif graphs is not None:
+            self.padded_sizes = decode_sizes(sizes.max_rows)
 
     def takes(self, rows: PackedRows) -> bool:
         """Whether a step is of this kind."""
@@ -146,21 +157,20 @@ class DecodePath:
         plan = self._ops.plan_decode(inputs.rows, size, self._max_blocks)
         if self._graphs is not None:
             return self._graphs.run(StepShape(size, size), inputs, plan, previous_ids)
-        return _run_directly(self._forward, inputs, size, size, plan, previous_ids)
+        step = StepInputs.of(inputs, size, size), plan
+        return _run_directly(self._forward, self._staging, step, carried_ids(inputs, previous_ids))[: len(inputs.keep)]
 
 
 def _run_directly(
     forward: Forward | FusedForward,
-    inputs: InputBatch,
-    tokens: int,
-    kept: int,
-    plan: Any,
-    previous_ids: torch.Tensor | None,
+    staging: Staging | None,
+    step: tuple[StepInputs, Any],
+    carried: torch.Tensor | None,
 ) -> torch.Tensor:
-    vector = as_vector(inputs, tokens, kept).to(forward.device, non_blocking=True)
-    arrays = DeviceInputs.of(vector, tokens, kept)
-    arrays.carry(inputs, previous_ids)
-    return forward(arrays, plan)[: len(inputs.keep)]
+    inputs, plan = step if staging is None else staging.send(step)[0]
+    if carried is not None:
+        inputs.carry(carried)
+    return forward(inputs, plan)
 
 
 def _size_for(count: int, sizes: list[int]) -> int:

@@ -11,6 +11,7 @@ import torch
 from engine.bench.rows import spread_rows
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
+from engine.execution.staging import to_device
 from engine.gpu_check.backends import Backend, backends
 from engine.gpu_check.device import Bench
 from engine.gpu_check.floors import share
@@ -79,6 +80,7 @@ def _measure(bench: Bench, progress: Progress, name: str, backend: Backend, case
     ops = backend.make(kv, [LayerGroup((0,))])
     width = -(-case.context // page)
     plan: Any = ops.plan_decode(rows, case.rows, width) if ops.supports_graphs[1] else ops.plan(rows)
+    plan = to_device(plan, bench.device)
     query = torch.randn(case.rows, case.heads, case.dim, device=bench.device, dtype=dtype)
     key = torch.randn(case.kv_heads, case.rows, case.dim, device=bench.device, dtype=dtype)
     ops.write_kv(0, key, key, plan)

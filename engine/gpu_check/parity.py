@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from engine.cache.groups import LayerGroup
-from engine.execution.graphs import CudaGraphs, copy_into
+from engine.execution.graphs import CudaGraphs
 from engine.execution.kv_tensors import allocate
+from engine.execution.staging import Staging, to_device
 from engine.gpu_check.backends import Backend, backends
 from engine.gpu_check.device import Bench
 from engine.gpu_check.stages import Progress, SkipStage
@@ -25,7 +26,8 @@ _LIMITS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # of numbers around 1
 _BLOCKS_EACH = 24
 _SEED = 0
 _LONG = 1100  # tokens: what float64 computes is quadratic in them
-Run = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Step = tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]  # the plan, query, key and value
+Run = Callable[[Step], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,13 @@ class Requests:
         self._keys = [torch.empty(0, shape.kv_heads, shape.dim, dtype=torch.float64) for _ in range(count)]
         self._values = list(self._keys)
 
-    def plain_run(self, plan: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def plain_run(self, step: Step) -> torch.Tensor:
+        """Of a step on the host."""
+        return self.attend(to_device(step, self.device))
+
+    def attend(self, step: Step) -> torch.Tensor:
+        """Of a step on the device."""
+        plan, query, key, value = step
         key, value = key.transpose(0, 1), value.transpose(0, 1)
         self.ops.write_kv(0, key, value, plan)
         return self.ops.attend(0, query, key, value, plan, None, self.shape.softcap)
@@ -101,7 +109,7 @@ class Requests:
             for heads in (self.shape.heads, self.shape.kv_heads, self.shape.kv_heads)
         )
         plan = self.ops.plan_decode(rows, fixed, _BLOCKS_EACH) if fixed else self.ops.plan(rows)
-        out = run(plan, *(part.to(self.device) for part in (query, key, value))).double().cpu()
+        out = run((plan, query, key, value)).double().cpu()
         worst = 0.0
         for which, first, size in zip(order, rows.offsets.tolist(), sizes.tolist(), strict=True):
             span = slice(first, first + size)
@@ -135,18 +143,20 @@ class Recorded:
     """A step recorded once, with short contexts, and replayed with what later steps put into its tensors."""
 
     def __init__(self, requests: Requests) -> None:
-        self._run = requests.plain_run
+        self._attend = requests.attend
+        self._staging = Staging(requests.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, plan: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, step: Step) -> torch.Tensor:
         if self._graph is None:
-            self._static = plan, inputs
+            sent, self._memory = self._staging.send(step)
+            self._sent = sent
 
             def run() -> None:
-                self._out = self._run(plan, *inputs)
+                self._out = self._attend(sent)
 
             self._graph = CudaGraphs().capture(run)
-        copy_into(self._static, (plan, inputs))
+        self._staging.send_again(self._sent, self._memory, step)
         self._graph.replay()
         return self._out.clone()
 

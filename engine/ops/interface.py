@@ -43,7 +43,10 @@ class PackedRows:
 
 
 class Ops(Protocol):
-    """The operations of one device, bound to one cache. `plan` is whatever `plan()` returned for this step.
+    """The operations of one device, bound to one cache.
+
+    A plan is dataclasses, lists and tuples, in which tensors lie on the host. It is sent to the device as a whole; what
+    `write_kv` and `attend` are given is the plan that has arrived there.
 
     Layers are numbered as in the model. Which window a layer has is known from its group: a query at position p sees
     the keys at (p - window, p], itself included.

@@ -73,7 +73,7 @@ class Planner:
 
     def __init__(self, kv: KVTensors) -> None:
         self.heads, self.page = kv.num_kv_heads, kv.page_size
-        self.dtype, self.device = kv.dtype, kv.device
+        self.dtype = kv.dtype
         self._page_bytes = kv.page_size * kv.num_kv_heads * kv.head_dim * kv.dtype.itemsize
 
     def slots(self, rows: PackedRows, tables: np.ndarray) -> torch.Tensor:
@@ -157,7 +157,7 @@ class Planner:
             hidden[:, : self.page] |= behind
         bias = None
         if hidden.any():
-            bias = torch.zeros((len(starts), 1, 1, height * self.page), dtype=self.dtype, device=self.device)
+            bias = torch.zeros((len(starts), 1, 1, height * self.page), dtype=self.dtype)
             bias.masked_fill_(self.tensor(hidden[:, None, None]), float("-inf"))
         return Bucket(
             span.start,
@@ -173,7 +173,8 @@ class Planner:
         return self.tensor((blocks[:, None, :] * self.heads + np.arange(self.heads)[:, None]).reshape(-1))
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        """On the host: the step is sent to the device as a whole."""
+        return torch.from_numpy(array)
 
 
 def first_seen(positions: np.ndarray, window: int | None) -> np.ndarray:

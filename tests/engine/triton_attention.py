@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.cache.groups import LayerGroup
-from engine.execution.graphs import copy_into
 from engine.execution.kv_tensors import allocate
+from engine.execution.staging import Staging, to_device
 from engine.ops.interface import PackedRows
 from engine.ops.triton import probe
 from engine.ops.triton.triton_ops import TritonOps
@@ -132,7 +132,7 @@ class Cache:
         query, key, value = numbers.to(self.kv.device, self.kv.dtype).split(
             (self.heads, self.kv_heads, self.kv_heads), dim=1
         )
-        key, value = key.transpose(0, 1), value.transpose(0, 1)
+        key, value, plan = key.transpose(0, 1), value.transpose(0, 1), to_device(plan, self.kv.device)
         self.ops.write_kv(0, key, value, plan)
         return self.ops.attend(0, query, key, value, plan, None)
 
@@ -153,6 +153,7 @@ def alone_and_together(step: Step, window: int | None, dtype: torch.dtype, devic
 
 def replayed(steps: list[Step], kind: str, window: int | None, device: torch.device | str = "cpu") -> list[bool]:
     """Whether a plan of fixed shapes, made once and given each step's numbers, has the bits of an exact plan."""
+    staging = Staging(torch.device(device))
     static, same = None, []
     for step in steps:
         of = list(range(len(step.starts)))
@@ -164,8 +165,9 @@ def replayed(steps: list[Step], kind: str, window: int | None, device: torch.dev
         else:
             tokens, plan = step.tokens, fixed.ops.plan_mixed(rows, step.tokens, 2048, 6)
         if static is None:
-            static = plan
-        copy_into(static, plan)
+            static, memory = staging.send(plan)
+        else:
+            staging.send_again(static, memory, plan)
         out = fixed.run(static, step, of, tokens)
         same.append(torch.equal(out[: step.tokens], expected) and bool(out.isfinite().all()))
         others = [row * fixed.row_blocks + 1 + step.starts[row] // fixed.page + step.counts[row] for row in of]

@@ -81,7 +81,7 @@ def variants(sizes: list[int]) -> dict[str, int]:
     from engine.sampling.scores import Scores, Workspace
 
     cache = torch.zeros(60, 2, 16, 32), torch.zeros(60, 2, 16, 32)
-    table, planner = torch.zeros(700, 2, 16), Planner(16, torch.device("cpu"))
+    table, planner = torch.zeros(700, 2, 16), Planner(16)
 
     def step(size: int) -> None:
         counts = np.array([1] * (size - size // 2) + [3] * (size // 2))
@@ -107,4 +107,4 @@ def make_plan(page: int, window: int | None) -> GroupPlan:
     tables = [[[1] * (700 // page + 1)] * 3]
     rows = packed_rows(np.array([600, 20, 5]), np.array([1, 1, 30]), np.array([0, 1, 2]), tables, 2)
     assert rows.block_tables is not None
-    return Planner(page, torch.device("cpu")).exact(rows, rows.block_tables[0], window)
+    return Planner(page).exact(rows, rows.block_tables[0], window)

@@ -78,7 +78,7 @@ def rotary_errors(
         tensor[1:] = math.nan
     tables = [[3, 5], [1, 4]]
     rows = packed_rows(starts if paged else 0 * starts, counts, np.array([0, 1]), [tables] if paged else None, 1)
-    planner = Planner(page, torch.device("cpu"))
+    planner = Planner(page)
     plan = planner.exact(rows, rows.block_tables[0], None) if rows.block_tables else planner.without_cache(rows)
     positions = torch.tensor([6, 3, 4, 5, 6, 7])
     table = random(8, 2, pairs, seed=5)

@@ -13,6 +13,7 @@ import torch
 
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
+from engine.execution.staging import to_device
 from engine.ops.flash.kernels import AttentionNeeds, FlashKernel, NotUsableError
 from engine.ops.flash.loading import first_line
 from engine.ops.flash.ops import FlashOps
@@ -51,12 +52,12 @@ def _error(kernel: FlashKernel, needs: AttentionNeeds, window: int | None) -> fl
     worst = 0.0
     for rows in _steps(page):
         tokens = int(rows.counts.sum())
-        wanted = _attend(plain, plain.plan(rows), needs, tokens)
+        wanted = _attend(plain, to_device(plain.plan(rows), needs.device), needs, tokens)
         plans = [flash.plan(rows)]
         if rows.num_single == len(rows.starts):
             plans.append(flash.plan_decode(rows, len(rows.starts), 2))
         for plan in plans:
-            out = _attend(flash, plan, needs, tokens)
+            out = _attend(flash, to_device(plan, needs.device), needs, tokens)
             worst = max(worst, (out - wanted).abs().nan_to_num(torch.inf).max().item())
     return worst
 

@@ -1,4 +1,4 @@
-"""Where the kernels find the rows of a step: one vector of numbers on the device, shared by all layers of a group.
+"""Where the kernels find the rows of a step: one vector of numbers, shared by all layers of a group.
 
 Made once a step by `TritonOps`, on the host. Sizes are what the step has, or what a recorded graph allows for. Knows
 no layers and needs no Triton.
@@ -41,7 +41,7 @@ class GroupPlan:
     """One step for the layers of one group; everything but what `numbers` holds follows from the capacity.
 
     Attributes:
-        numbers: int32, on the device; the methods below are its parts.
+        numbers: int32, made on the host and sent to the device; the methods below are its parts.
         paged: False: the step's own K and V are all that is read, and nothing is written.
     """
 
@@ -120,8 +120,8 @@ class StepPlan:
 class Planner:
     """Makes `GroupPlan`s for one cache."""
 
-    def __init__(self, page: int, device: torch.device) -> None:
-        self._page, self._device = page, device
+    def __init__(self, page: int) -> None:
+        self._page = page
 
     def without_cache(self, rows: PackedRows) -> GroupPlan:
         """All rows as rows of several tokens, which see the step's own K and V."""
@@ -131,7 +131,7 @@ class Planner:
         numbers = np.zeros(_ROW_ARRAYS * count + 1 + tokens, dtype=np.int32)
         lines = numbers[: _ROW_ARRAYS * count].reshape(_ROW_ARRAYS, count)
         lines[1], lines[2] = rows.counts, rows.offsets
-        return GroupPlan(self._tensor(numbers), capacity, False)
+        return GroupPlan(torch.from_numpy(numbers), capacity, False)
 
     def exact(self, rows: PackedRows, tables: np.ndarray, window: int | None) -> GroupPlan:
         """With the capacity that the step needs."""
@@ -177,7 +177,7 @@ class Planner:
         if trash is not None:
             total = layout.pad_rows(count, used, total, trash, self._page)
         layout.total[0] = total
-        return GroupPlan(self._tensor(layout.numbers), capacity, True)
+        return GroupPlan(torch.from_numpy(layout.numbers), capacity, True)
 
     def _lengths(self, rows: PackedRows) -> np.ndarray:
         """Blocks of each row's context after the step."""
@@ -202,9 +202,6 @@ class Planner:
         if not blocks.all():
             raise ValueError("a block table does not cover the tokens of its row")
         return blocks * self._page + positions % self._page
-
-    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
 
 class _Layout:

@@ -57,7 +57,7 @@ class TritonOps:
         self._places = {
             layer: (number, tensor) for number, group in enumerate(groups) for tensor, layer in enumerate(group.layers)
         }
-        self._planner = Planner(kv.page_size, kv.device)
+        self._planner = Planner(kv.page_size)
 
     def window(self, layer: int) -> int | None:
         """See `Ops.window`."""
