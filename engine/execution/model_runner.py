@@ -7,9 +7,11 @@ whom a block belongs to. Whatever raises leaves the runner as usable as before.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +39,9 @@ from engine.scheduling.batch import ScheduledBatch
 from engine.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _CPU_WARMUP_TOKENS = 16
 
@@ -96,6 +101,20 @@ class Pending:
         return output
 
 
+def _on_device(method: Callable[P, R]) -> Callable[P, R]:
+    """Kernels, streams and events are those of the current device of the thread: it must be the model's."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device: torch.device = args[0]._device  # type: ignore[attr-defined]
+        if device.type != "cuda":
+            return method(*args, **kwargs)
+        with torch.cuda.device(device):
+            return method(*args, **kwargs)
+
+    return run
+
+
 class ModelRunner:
     """The model, its KV cache and its sampler on one device.
 
@@ -127,9 +146,9 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._source = source
+        self._device = next(model.parameters()).device
         self._facts = facts = model_facts(model)
         self._packer = InputPacker()
-        self._device = next(model.parameters()).device
         self._num_groups = len(settings.groups)
         self._max_warmup_tokens = min(settings.max_batch_tokens, settings.context_length)
         kv = kv or self._allocate(settings)
@@ -159,6 +178,7 @@ class ModelRunner:
         self._make_paths(settings, graph_backend)
         self.probe()
 
+    @_on_device
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, previous: Pending | None = None) -> Pending:
         """Runs the forward pass of a batch that is not empty: writes its K/V, computes the sampled rows' logits.
@@ -177,6 +197,7 @@ class ModelRunner:
             self._host.run(batch.copies)
         return self._launch(batch, previous)
 
+    @_on_device
     @torch.inference_mode()
     def sample(self, pending: Pending, masks: torch.Tensor | None = None) -> None:
         """Chooses the tokens of a launched step, and scores the prompt tokens that it was asked to.
@@ -193,10 +214,12 @@ class ModelRunner:
             logits = logits.masked_fill(~masks.to(self._device), float("-inf"))
         pending.set_sampled(self._sampler(logits, self._sampler.plan(pending.requests)), scored)
 
+    @_on_device
     def probe(self) -> None:
         """Runs the model on one throw-away token that leaves the cache alone; raises what the model raises."""
         self._dry_run(1, cached=False)
 
+    @_on_device
     @torch.inference_mode()
     def warmup(self) -> None:
         """Runs a large and a smallest step through the real path, so that no request pays for first-time set-up.
@@ -225,6 +248,7 @@ class ModelRunner:
                 time.monotonic() - begin,
             )
 
+    @_on_device
     def refresh_weights(self) -> None:
         """Makes what was written into the weights since the last call, or put in their place, count.
 
@@ -255,7 +279,7 @@ class ModelRunner:
 
     def _make_paths(self, settings: Settings, backend: GraphBackend | None) -> None:
         if backend is None and self._device.type == "cuda" and any(settings.graphs):
-            backend = CudaGraphs()
+            backend = CudaGraphs(self._device)
         has_decode_path = settings.max_blocks_per_request > 0 and self._ops.supports_graphs[1]
         possible = (self._ops.supports_graphs[0], has_decode_path)
         recorders = [backend if all(pair) else None for pair in zip(settings.graphs, possible, strict=True)]

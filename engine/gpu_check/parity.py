@@ -143,7 +143,7 @@ class Recorded:
     """A step recorded once, with short contexts, and replayed with what later steps put into its tensors."""
 
     def __init__(self, requests: Requests) -> None:
-        self._attend = requests.attend
+        self._attend, self._device = requests.attend, requests.device
         self._staging = Staging(requests.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -155,7 +155,7 @@ class Recorded:
             def run() -> None:
                 self._out = self._attend(sent)
 
-            self._graph = CudaGraphs().capture(run)
+            self._graph = CudaGraphs(self._device).capture(run)
         self._staging.send_again(self._sent, self._memory, step)
         self._graph.replay()
         return self._out.clone()

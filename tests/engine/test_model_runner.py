@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from engine.cache.host_tier import BlockCopies
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution.kv_tensors import HostKV, allocate
-from engine.execution.model_runner import Pending
+from engine.execution.model_runner import ModelRunner, Pending, _on_device
 from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
@@ -427,3 +429,29 @@ def test_blocks_that_are_allocated() -> None:
     kv = allocate(1, 5, 1, 4, 8, torch.float32, trash=True)
     assert kv.num_blocks_allocated == 7
     assert not any(tensor.any() for tensor in kv.keys + kv.values)
+
+
+def test_on_cuda_everything_runs_with_the_models_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current device is the first one, and streams, events and Triton's kernels are of the current one."""
+    current: list[torch.device] = []
+
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Runner:
+        _device = torch.device("cuda", 1)
+
+        @_on_device
+        def run(self, value: int) -> tuple[int, list[torch.device]]:
+            return value, list(current)
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    assert Runner().run(3) == (3, [torch.device("cuda", 1)]) and not current
+    Runner._device = torch.device("cpu")
+    assert Runner().run(3) == (3, [])
+    for name in ("launch", "sample", "probe", "warmup", "refresh_weights"):
+        method = vars(ModelRunner)[name]
+        assert method.__code__ is Runner.run.__code__, name
