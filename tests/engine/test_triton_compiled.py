@@ -40,7 +40,7 @@ OTHERS = {
         pytest.param(BF16, 32, 32, 80, {}, 0, marks=slow),
         pytest.param(BF16, 32, 32, 96, {"window": 2047}, 0, marks=slow),
         pytest.param(HALF, 32, 8, 128, {"page": 48}, 0, marks=slow),
-        pytest.param(FLOAT, 32, 8, 128, {}, 256, marks=slow),
+        pytest.param(FLOAT, 32, 8, 128, {}, 384, marks=slow),
         pytest.param(FLOAT, 9, 3, 64, {}, 64, marks=slow),
         pytest.param(FLOAT, 8, 4, 256, {}, 64, marks=slow),
     ],

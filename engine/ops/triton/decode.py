@@ -60,10 +60,6 @@ def _split_kernel(
         lines = (kv_head * GROUP + heads)[:, None] * query_head_stride + dims[None, :]
         q = tl.load(query + row.to(tl.int64) * query_stride + lines, mask=inside, other=0.0)
         q = q.to(keys.dtype.element_ty)
-        least = position * 0
-        if WINDOW > 0:
-            least = tl.maximum(position - WINDOW + 1, 0)
-        first = tl.maximum(split * SPLIT_KEYS, least // BLOCK_KEYS * BLOCK_KEYS)
         last = tl.minimum((split + 1) * SPLIT_KEYS, position + 1)
         acc, peak, total = attend_span(
             tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32),
@@ -71,8 +67,9 @@ def _split_kernel(
             tl.zeros([BLOCK_HEADS], tl.float32),
             q,
             tl.zeros([BLOCK_HEADS], tl.int32) + position,
-            least,
-            first,
+            position,
+            position,
+            split * SPLIT_KEYS,
             last,
             key_of_head,
             value_of_head,

@@ -81,9 +81,7 @@ def _prefill_kernel(
         at = tokens[:, None] * query_stride + heads[:, None] * query_head_stride + dims[None, :]
         q = tl.load(query + at, mask=inside, other=0.0).to(keys.dtype.element_ty)
         start = tl.load(starts + row)
-        least = start * 0
-        if WINDOW > 0:
-            least = tl.maximum(start + begin - WINDOW + 1, 0)
+        last = start + tl.minimum(begin + QUERIES, count)
         base = kv_head.to(tl.int64) * head_stride
         if PAGE == 0:
             base += offset.to(tl.int64) * token_stride
@@ -93,9 +91,10 @@ def _prefill_kernel(
             tl.zeros([BLOCK_LINES], tl.float32),
             q,
             start + queries,
-            least,
-            least // BLOCK_KEYS * BLOCK_KEYS,
-            start + tl.minimum(begin + QUERIES, count),
+            start + begin,
+            last - 1,
+            start * 0,
+            last,
             keys + base,
             values + base,
             tables + tl.load(firsts + row),
