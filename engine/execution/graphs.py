@@ -160,6 +160,11 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << i for i in range((most - 1).bit_length())] + [most]
 
 
+def next_power_of_two(count: int) -> int:
+    """The smallest that is at least `count`; 1 for 0."""
+    return 1 << max(0, count - 1).bit_length()
+
+
 def round_up(count: int, interval: int) -> int:
     """The smallest multiple of `interval` that is at least `count`."""
     return -(-count // interval) * interval

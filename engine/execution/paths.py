@@ -13,13 +13,14 @@ import torch
 
 from engine.acceleration import CompileSettings
 from engine.execution.forward import Forward, FusedForward, StepInputs, carried_ids
-from engine.execution.graphs import GraphRunner, StepShape, decode_sizes, powers_of_two, round_up
+from engine.execution.graphs import GraphRunner, StepShape, decode_sizes, next_power_of_two, powers_of_two, round_up
 from engine.execution.input_batch import InputBatch, pad
 from engine.execution.staging import Staging
 from engine.ops.interface import Ops, PackedRows
 
 # What the compiler calls dynamic begins at 2: sizes of 0 and 1 would be compiled apart.
 _LEAST_DYNAMIC = 2
+_LEAST_KEPT = 64  # rows of logits in recorded mixed steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,9 @@ class MixedPath:
         # More logits are kept where a prompt is scored.
         if self._graphs is not None and inputs.rows.block_tables is not None and kept <= most:
             inputs = pad(inputs, tokens, sizes.trash_block, sizes.page_size)
-            kv = round_up(int((inputs.rows.starts + inputs.rows.counts).sum()), sizes.kv_padding)
-            plan = cast(FixedMixedOps, self._ops).plan_mixed(inputs.rows, tokens, kv, sizes.max_rows + 1)
-            return self._graphs.run(StepShape(tokens, most, kv), inputs, plan, previous_ids)
+            shape = StepShape(tokens, min(most, max(_LEAST_KEPT, next_power_of_two(kept))), self._kv_room(inputs.rows))
+            plan = cast(FixedMixedOps, self._ops).plan_mixed(inputs.rows, tokens, shape.kv, most + 1)
+            return self._graphs.run(shape, inputs, plan, previous_ids)
         if self._compiled is not None:
             if self._compiled.dynamic is False:
                 kept = _size_for(kept, powers_of_two(max(kept, sizes.max_rows)))
@@ -103,6 +104,11 @@ class MixedPath:
         plan = self._ops.plan(inputs.rows)
         step = StepInputs.of(inputs, inputs.num_tokens, kept), plan
         return _run_directly(self._forward, self._staging, step, carried_ids(inputs, previous_ids))[: len(inputs.keep)]
+
+    def _kv_room(self, rows: PackedRows) -> int:
+        """A power of 2 of padding intervals, so that contexts which grow soon have a recording."""
+        interval = self._sizes.kv_padding
+        return interval * next_power_of_two(-(-int((rows.starts + rows.counts).sum()) // interval))
 
 
 class DecodePath:
