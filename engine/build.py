@@ -24,17 +24,22 @@ if TYPE_CHECKING:
 def settle(
     model: PreTrainedModel, facts: ModelFacts, config: ContinuousBatchingConfig, hints: WorkloadHints | None
 ) -> Settings:
-    """The settings of an engine for this model; chooses the flash kernel that its attention runs in, if any.
+    """The settings of an engine for this model; finds the kernels that its attention runs in, if any.
 
     Raises:
         MemoryError, ValueError: as `resolve`.
     """
     from engine.model.shadow import attention_needs, attention_of
-    from engine.ops.flash.choice import choose_flash
+    from engine.ops.flash.choice import FLASH, choose_flash
+    from engine.ops.triton import probe_cache
 
-    needs = attention_needs(model, facts, config.page_size)
-    kernel = choose_flash(attention_of(model), config.auto_switch_to_flash, needs)
-    return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel))
+    needs, asked = attention_needs(model, facts, config.page_size), attention_of(model)
+    kernel = choose_flash(asked, config.auto_switch_to_flash, needs)
+    may_switch = config.auto_switch_to_flash or asked in FLASH  # as `make_ops` sees it
+    triton = (
+        may_switch and facts.device_type == "cuda" and probe_cache(needs.device, needs.dtype, needs.head_dim) is None
+    )
+    return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel, triton=triton))
 
 
 def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:

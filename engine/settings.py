@@ -246,7 +246,7 @@ def _step_size(
         tokens=tokens,
         requests=min(requests, tokens),
         max_blocks=acceleration.max_blocks_per_request,
-        input_sets=0 if not any(acceleration.graphs) else 2 if acceleration.async_batching else 1,
+        replayed=any(acceleration.graphs),
     )
 
 
