@@ -1,6 +1,7 @@
 """Puts an engine together from a model and its settings: shadow, runner, cache, scheduler, core.
 
-Called by the manager: for the settings when it is made, and on first use, which allocates the KV cache. Starts nothing.
+Called by the manager: for the settings when it is made, where on a device with memory of its own a step is run, and on
+first use, which allocates the KV cache. Starts nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.core import EngineCore
 from engine.facts import ModelFacts
+from engine.memory import DeviceMemory
+from engine.profiling import profile
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import Settings, resolve
 
@@ -40,6 +43,22 @@ def settle(
         may_switch and facts.device_type == "cuda" and probe_cache(needs.device, needs.dtype, needs.head_dim) is None
     )
     return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel, triton=triton))
+
+
+def fit_to_device(
+    model: PreTrainedModel,
+    facts: ModelFacts,
+    config: ContinuousBatchingConfig,
+    settings: Settings,
+    memory: DeviceMemory,
+) -> Settings:
+    """The settings with a cache that fits beside the largest step, which is run to see what it takes.
+
+    Raises:
+        NotImplementedError: the engine cannot run this architecture.
+        MemoryError: the step does not fit, or the cache beside it; the text has the numbers.
+    """
+    return profile(settings, config, facts, memory, lambda small: _make_runner(model, small))
 
 
 def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:

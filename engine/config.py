@@ -51,7 +51,9 @@ class ContinuousBatchingConfig:
         "below 256.",
     )
     max_memory_percent: float | None = _field(
-        None, "Share of the free memory, in (0, 1], for KV cache and step buffers. None: 0.9 on CUDA, 0.6 elsewhere."
+        None,
+        "Share of the free memory, in (0, 1], for KV cache and steps. None: 0.9 on CUDA, where the largest step is run "
+        "to see what it takes, 0.6 elsewhere.",
     )
     max_requests_per_batch: int | None = _field(
         None,

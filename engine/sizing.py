@@ -39,12 +39,14 @@ class StepSize:
 
     def bytes(self, facts: ModelFacts) -> int:
         """Of activations, logits and, where steps are replayed, the buffers that stay."""
-        total = self.tokens * token_bytes(facts) + self.requests * row_bytes(facts)
-        if self.replayed:
-            inputs = 16 * self.tokens + 8 * self.requests * (2 + self.max_blocks)
-            logits = 2 * self.requests * facts.vocab_size * facts.dtype_bytes  # of mixed and of decode-only steps
-            total += inputs + logits
-        return total
+        return self.tokens * token_bytes(facts) + self.requests * row_bytes(facts) + self.buffer_bytes(facts)
+
+    def buffer_bytes(self, facts: ModelFacts) -> int:
+        """Of what stays where steps are replayed: their input, and logits of mixed and of decode-only ones."""
+        if not self.replayed:
+            return 0
+        inputs = 16 * self.tokens + 8 * self.requests * (2 + self.max_blocks)
+        return inputs + 2 * self.requests * facts.vocab_size * facts.dtype_bytes
 
 
 def token_bytes(facts: ModelFacts) -> int:
