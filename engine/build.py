@@ -13,7 +13,7 @@ from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.core import EngineCore
 from engine.facts import ModelFacts
-from engine.memory import DeviceMemory
+from engine.memory import DeviceMemory, device_memory, release_after, saying_what_to_lower
 from engine.profiling import profile
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import Settings, resolve
@@ -66,7 +66,7 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
 
     Raises:
         NotImplementedError: the engine cannot run this architecture.
-        MemoryError, torch.OutOfMemoryError: the cache does not fit.
+        MemoryError: the cache does not fit; the text says what to lower.
     """
     cache = KVCache(
         settings.num_blocks,
@@ -83,7 +83,12 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
         safety_margin=settings.safety_margin,
         policy=settings.scheduler_type,
     )
-    return EngineCore(scheduler, _make_runner(model, settings), overlap=settings.async_batching)
+    with saying_what_to_lower():
+        runner = _make_runner(model, settings)
+    memory = device_memory(settings.device_type, next(model.parameters()).device.index)
+    return EngineCore(
+        scheduler, runner, overlap=settings.async_batching, on_failure=lambda error: release_after(error, memory)
+    )
 
 
 def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:

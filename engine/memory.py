@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -88,12 +89,37 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def release_after(error: Exception, memory: DeviceMemory | None) -> str:
+    """Where memory ran out: frees what the failed call held and `memory` keeps; what to lower, for the error's text."""
+    if not is_out_of_memory(error):
+        return ""
+    forget_frames(error)
+    if memory is not None:
+        memory.release()
+    return f" ({_WHAT_TO_LOWER})"
+
+
+@contextmanager
+def saying_what_to_lower() -> Iterator[None]:
+    """Running out of memory inside is a MemoryError that says what leaves more."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"{str(error) or 'out of memory'} ({_WHAT_TO_LOWER})") from error
+
+
 def forget_frames(error: BaseException) -> None:
     """Drops what the functions that raised an error held, so that its memory is free before the error is."""
     for each in _chain(error):
         traceback.clear_frames(each.__traceback__)
 
 
+_WHAT_TO_LOWER = (
+    "to leave steps more memory, lower num_blocks or max_memory_percent; to have them take less, lower "
+    "max_batch_tokens or max_requests_per_batch"
+)
 # What the driver and cuBLAS say, as a RuntimeError.
 _OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
