@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FALLBACK_BLOCKS_PER_REQUEST = 32
+_FALLBACK_BLOCKS = 32  # of a request, where neither hints nor the model tell how long they get
+# Beyond these, longer rows run by the mixed path: a table's entries are copied to the device in every step, and a
+# kernel that splits contexts has a place for every split of every row.
+_MOST_TOKENS, _MOST_BLOCKS = 32768, 512
 _Q_PADDING, _KV_PADDING = 64, 16384
 _LEVEL_MODES = {1: "default", 2: "max-autotune-no-cudagraphs", 3: "max-autotune-no-cudagraphs"}
 _RECORDING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: they record CUDA graphs themselves
@@ -31,8 +34,9 @@ class Capabilities:
 
     Attributes:
         graphs: record steps and replay them.
-        block_tables: a kernel for one-token rows that reads the cache through block tables. Without it decode-only
-            steps of fixed shapes are possible, but worth it only where they are replayed.
+        block_tables: a kernel for one-token rows that reads the cache through block tables, also of layers with a
+            window. Without it decode-only steps of fixed shapes are possible, but worth it only where they are
+            replayed, and not with windows.
         flash: attention is FlashAttention.
         flash_package: which one, as `engine.ops.flash.loading.load` knows it; None: none.
         page_multiple: pages must be a multiple of so many tokens.
@@ -45,11 +49,11 @@ class Capabilities:
     page_multiple: int = 1
 
     @classmethod
-    def of(cls, device_type: str, kernel: FlashKernel | None = None) -> Capabilities:
-        """With the engine's own operations, or with a flash kernel."""
+    def of(cls, device_type: str, kernel: FlashKernel | None = None, *, triton: bool = False) -> Capabilities:
+        """With a flash kernel, else with the engine's Triton kernels, else with plain operations."""
         graphs = device_type == "cuda"
         if kernel is None:
-            return cls(graphs)
+            return cls(graphs, block_tables=triton)
         return cls(
             graphs, block_tables=True, flash=True, flash_package=kernel.package, page_multiple=kernel.page_multiple
         )
@@ -87,12 +91,12 @@ def resolve_acceleration(
     config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, device: Capabilities
 ) -> Acceleration:
     """Raises ValueError for a compile config with both a mode and options."""
-    asked = _asked_graphs(config, facts, device)
-    has_kernel = device.block_tables or asked[1]
-    max_blocks = _max_blocks_per_request(config, facts, hints, page_size, has_kernel)
+    wanted = _wanted_graphs(config, facts, device)
+    max_blocks = _max_blocks_per_request(config, facts, hints, page_size, device.block_tables, wanted[1])
     mixed_compile = _mixed_compile(config, device)
     decode_compile = _decode_compile(config, max_blocks)
-    graphs = _graphs((asked[0], asked[1] and max_blocks > 0), (mixed_compile, decode_compile))
+    level = logging.INFO if _asked_graphs(config) is None else logging.WARNING
+    graphs = _graphs((wanted[0], wanted[1] and max_blocks > 0), (mixed_compile, decode_compile), level)
     return Acceleration(
         max_blocks_per_request=max_blocks,
         mixed_compile=mixed_compile,
@@ -100,17 +104,22 @@ def resolve_acceleration(
         graphs=graphs,
         q_padding=config.q_padding_interval_size or _Q_PADDING,
         kv_padding=config.kv_padding_interval_size or _KV_PADDING,
-        async_batching=_async_batching(config, facts, graphs),
+        async_batching=_async_batching(config, facts, graphs, max_blocks > 0),
     )
 
 
 def _max_blocks_per_request(
-    config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, has_kernel: bool
+    config: ContinuousBatchingConfig,
+    facts: ModelFacts,
+    hints: WorkloadHints,
+    page_size: int,
+    has_kernel: bool,
+    replayed: bool,
 ) -> int:
     asked = config.max_blocks_per_request
     if asked == 0:
         return 0
-    if any(window is not None for window in facts.windows):
+    if not has_kernel and any(window is not None for window in facts.windows):
         logger.log(
             logging.INFO if asked is None else logging.WARNING,
             "the decode fast path is not available (max_blocks_per_request is %s, 0 is used): layers with a sliding "
@@ -118,7 +127,7 @@ def _max_blocks_per_request(
             asked,
         )
         return 0
-    if not has_kernel:
+    if not has_kernel and not replayed:
         if asked is not None:
             logger.warning(
                 "the decode fast path is not available (max_blocks_per_request is %d, 0 is used): there is no kernel "
@@ -130,9 +139,17 @@ def _max_blocks_per_request(
     if asked is not None:
         return asked
     if not (hints.max_prompt_length and hints.max_generated_length):
-        return _FALLBACK_BLOCKS_PER_REQUEST
+        return _fallback_blocks(facts.context_length, page_size, has_kernel)
     blocks = -(-(hints.max_prompt_length + hints.max_generated_length) // page_size) + 1
     return blocks + blocks % 2
+
+
+def _fallback_blocks(context_length: int | None, page_size: int, has_kernel: bool) -> int:
+    """For any request, within bounds. Without a kernel every row reads as many blocks as its table is wide."""
+    if context_length is None:
+        return _FALLBACK_BLOCKS
+    most = min(max(1, _MOST_TOKENS // page_size), _MOST_BLOCKS) if has_kernel else _FALLBACK_BLOCKS
+    return min(-(-context_length // page_size), most)
 
 
 def _mixed_compile(config: ContinuousBatchingConfig, device: Capabilities) -> CompileSettings | None:
@@ -175,41 +192,55 @@ def _explicit_compile(config: ContinuousBatchingConfig, name: str) -> CompileSet
     return CompileSettings(**fields)
 
 
-def _asked_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, device: Capabilities) -> tuple[bool, bool]:
+def _asked_graphs(config: ContinuousBatchingConfig) -> tuple[bool, bool] | None:
+    """Of (mixed, decode-only) steps, None where the config leaves the choice to the engine."""
     choice = config.use_cuda_graph
     if choice is None:
-        choice = bool(config.q_padding_interval_size or config.kv_padding_interval_size)
-    mixed, decode = choice if isinstance(choice, tuple) else (choice, choice)
+        padded = config.q_padding_interval_size or config.kv_padding_interval_size
+        return (True, True) if padded else None
+    return choice if isinstance(choice, tuple) else (choice, choice)
+
+
+def _wanted_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, device: Capabilities) -> tuple[bool, bool]:
+    """Not asked: of decode-only steps, where a kernel reads block tables.
+
+    A step with prompts hides what its launches cost, and would be recorded for many shapes, each of which takes time
+    and memory.
+    """
+    asked = _asked_graphs(config)
     if not device.graphs:
-        if mixed or decode:
+        if asked is not None and any(asked):
             logger.warning("CUDA graphs were asked for and are off: the model is on %s", facts.device_type)
         return False, False
-    if config.use_cuda_graph is None and config.use_async_batching:
-        return True, True
-    return mixed, decode
+    return asked or (False, device.block_tables or bool(config.use_async_batching))
 
 
 def _graphs(
-    asked: tuple[bool, bool], compiled: tuple[CompileSettings | None, CompileSettings | None]
+    wanted: tuple[bool, bool], compiled: tuple[CompileSettings | None, CompileSettings | None], level: int
 ) -> tuple[bool, bool]:
+    """Those that compiled code does not record itself; `level`: how loudly that is said."""
     paths = []
-    for name, wanted, settings in zip(("mixed", "decode-only"), asked, compiled, strict=True):
-        if wanted and settings is not None and settings.records_graphs:
-            logger.warning(
+    for name, is_wanted, settings in zip(("mixed", "decode-only"), wanted, compiled, strict=True):
+        if is_wanted and settings is not None and settings.records_graphs:
+            logger.log(
+                level,
                 "%s steps are not recorded as CUDA graphs: compiled with mode %r they record graphs of their own; "
                 "mode 'max-autotune-no-cudagraphs' does not",
                 name,
                 settings.mode,
             )
-            wanted = False
-        paths.append(wanted)
+            is_wanted = False
+        paths.append(is_wanted)
     return paths[0], paths[1]
 
 
-def _async_batching(config: ContinuousBatchingConfig, facts: ModelFacts, graphs: tuple[bool, bool]) -> bool:
+def _async_batching(
+    config: ContinuousBatchingConfig, facts: ModelFacts, graphs: tuple[bool, bool], has_decode_path: bool
+) -> bool:
     if config.use_async_batching and not any(graphs):
         logger.warning(
-            "use_async_batching=True is off: it needs CUDA graphs, which are off (the model is on %s)",
+            "use_async_batching=True is off: it needs CUDA graphs, which are off (the model is on %s%s)",
             facts.device_type,
+            "" if has_decode_path else ", without a decode fast path",
         )
     return any(graphs) and config.use_async_batching is not False

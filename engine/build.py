@@ -1,6 +1,7 @@
 """Puts an engine together from a model and its settings: shadow, runner, cache, scheduler, core.
 
-Called by the manager: for the settings when it is made, and on first use, which allocates the KV cache. Starts nothing.
+Called by the manager: for the settings when it is made, where on a device with memory of its own a step is run, and on
+first use, which allocates the KV cache. Starts nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.core import EngineCore
 from engine.facts import ModelFacts
+from engine.memory import DeviceMemory, device_memory, release_after, saying_what_to_lower
+from engine.profiling import profile
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import Settings, resolve
 
@@ -24,17 +27,38 @@ if TYPE_CHECKING:
 def settle(
     model: PreTrainedModel, facts: ModelFacts, config: ContinuousBatchingConfig, hints: WorkloadHints | None
 ) -> Settings:
-    """The settings of an engine for this model; chooses the flash kernel that its attention runs in, if any.
+    """The settings of an engine for this model; finds the kernels that its attention runs in, if any.
 
     Raises:
         MemoryError, ValueError: as `resolve`.
     """
     from engine.model.shadow import attention_needs, attention_of
-    from engine.ops.flash.choice import choose_flash
+    from engine.ops.flash.choice import FLASH, choose_flash
+    from engine.ops.triton import probe_cache
 
-    needs = attention_needs(model, facts, config.page_size)
-    kernel = choose_flash(attention_of(model), config.auto_switch_to_flash, needs)
-    return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel))
+    needs, asked = attention_needs(model, facts, config.page_size), attention_of(model)
+    kernel = choose_flash(asked, config.auto_switch_to_flash, needs)
+    may_switch = config.auto_switch_to_flash or asked in FLASH  # as `make_ops` sees it
+    triton = (
+        may_switch and facts.device_type == "cuda" and probe_cache(needs.device, needs.dtype, needs.head_dim) is None
+    )
+    return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel, triton=triton))
+
+
+def fit_to_device(
+    model: PreTrainedModel,
+    facts: ModelFacts,
+    config: ContinuousBatchingConfig,
+    settings: Settings,
+    memory: DeviceMemory,
+) -> Settings:
+    """The settings with a cache that fits beside the largest step, which is run to see what it takes.
+
+    Raises:
+        NotImplementedError: the engine cannot run this architecture.
+        MemoryError: the step does not fit, or the cache beside it; the text has the numbers.
+    """
+    return profile(settings, config, facts, memory, lambda small: _make_runner(model, small))
 
 
 def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
@@ -42,7 +66,7 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
 
     Raises:
         NotImplementedError: the engine cannot run this architecture.
-        MemoryError, torch.OutOfMemoryError: the cache does not fit.
+        MemoryError: the cache does not fit; the text says what to lower.
     """
     cache = KVCache(
         settings.num_blocks,
@@ -59,7 +83,12 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
         safety_margin=settings.safety_margin,
         policy=settings.scheduler_type,
     )
-    return EngineCore(scheduler, _make_runner(model, settings), overlap=settings.async_batching)
+    with saying_what_to_lower():
+        runner = _make_runner(model, settings)
+    memory = device_memory(settings.device_type, next(model.parameters()).device.index)
+    return EngineCore(
+        scheduler, runner, overlap=settings.async_batching, on_failure=lambda error: release_after(error, memory)
+    )
 
 
 def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:

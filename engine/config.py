@@ -51,7 +51,9 @@ class ContinuousBatchingConfig:
         "below 256.",
     )
     max_memory_percent: float | None = _field(
-        None, "Share of the free memory, in (0, 1], for KV cache and step buffers. None: 0.9 on CUDA, 0.6 elsewhere."
+        None,
+        "Share of the free memory, in (0, 1], for KV cache and steps. None: 0.9 on CUDA, where the largest step is run "
+        "to see what it takes, 0.6 elsewhere.",
     )
     max_requests_per_batch: int | None = _field(
         None,
@@ -60,17 +62,19 @@ class ContinuousBatchingConfig:
     )
     max_blocks_per_request: int | None = _field(
         None,
-        "Width of the block table of the kernel for decode-only steps; 0: such steps run as all others do. None: for "
-        "the lengths of the workload hints, else 32; 0 where there is no such kernel, or layers with a window.",
+        "Width of the block table of the kernel for decode-only steps, which steps with longer rows do not take; 0: "
+        "such steps run as all others do. None: for the lengths of the workload hints, else for the model's context up "
+        "to 32768 tokens and 512 blocks, else 32; 0 where there is no such kernel.",
     )
     allow_block_sharing: bool = _field(True, "Requests with a common prefix share its blocks (prefix caching).")
     use_async_batching: bool | None = _field(
-        None, "Schedule the next step while this one runs; needs CUDA graphs. None: with CUDA graphs."
+        None, "Schedule the next step while this one runs; needs CUDA graphs. None: wherever there are any."
     )
     use_cuda_graph: bool | tuple[bool, bool] | None = _field(
         None,
-        "Replay recorded CUDA graphs, for (mixed, decode-only) steps or both. None: only if a padding interval or "
-        "use_async_batching asks for it.",
+        "Replay recorded CUDA graphs, for (mixed, decode-only) steps or both. None: of both if a padding interval is "
+        "set; else of decode-only steps, on CUDA where attention runs in a flash kernel or in the engine's own, or "
+        "use_async_batching is True.",
     )
     q_padding_interval_size: int = _field(
         0, "Multiple to which steps that are replayed pad their query tokens; asks for CUDA graphs. 0: 64."

@@ -11,6 +11,7 @@ import time
 import zlib
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,14 +60,24 @@ class EngineCore:
     Args:
         overlap: launch each step before the results of the one before are taken, so that the host's work is hidden
             behind the device's. Results come one step later; nothing else changes.
+        on_failure: called with what a step raised, before anything else runs. Returns what to add to its text where a
+            request is to blame for it.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool = False,
+        on_failure: Callable[[Exception], str] = lambda error: "",
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.steps = 0
         self.epoch = 0  # counts how often what was cached was forgotten
         self._overlap = overlap
+        self._on_failure = on_failure
         self._flights: deque[_Flight] = deque()  # oldest first; at most two, and outside `step` one
         self.checksum = 0  # of all tokens sampled and steps failed, in order; tensor parallel processes compare it
 
@@ -191,7 +202,10 @@ class EngineCore:
         """A step raised: every request in flight runs once more, alone; one that fails alone is to blame."""
         self.checksum = zlib.crc32(b"failed", self.checksum)
         batches = [flight.batch for flight in self._flights]
+        for flight in self._flights:  # `step` still has one
+            flight.pending = None
         self._flights.clear()
+        advice = self._on_failure(error)
         if not batches:
             raise error  # no step raised: the engine itself is at fault
         was_alone = self.scheduler.is_suspect(batches[0].requests[0])
@@ -209,7 +223,7 @@ class EngineCore:
                 f"steps keep failing, the last on a token of the engine's own with {probe_error!r}"
             ) from error
         logger.warning("request %r failed alone: %r", request.request_id, error)
-        return [self._fail(request, f"{type(error).__name__}: {error}")]
+        return [self._fail(request, f"{type(error).__name__}: {error}{advice}")]
 
     def _outgrown(self, request: Request) -> GenerationOutput:
         logger.warning(

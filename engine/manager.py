@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.asynchronous import AsyncRequests
-from engine.build import settle
+from engine.build import fit_to_device, settle
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.config_in_force import config_in_force
 from engine.delivery import Receiver, ResultHandler
 from engine.distributed.coordinator import Coordinator
 from engine.intake import Intake, check_timeout, refused_output
 from engine.loop import describe_error
+from engine.memory import device_memory
 from engine.ops.cpu import prebuild
 from engine.outputs import GenerationOutput
 from engine.request import Request
@@ -67,6 +68,9 @@ class ContinuousBatchingManager(Sessions, AsyncRequests):
             prebuild.start()
         coordinator = coordinator or coordinator_for(model, self.config.cpu_group_timeout)
         settings = coordinator.agree_settings(lambda: settle(model, facts, asked, workload_hints))
+        if (memory := device_memory(facts.device_type, facts.device_index)) is not None:
+            planned = settings  # by all processes, so that they run the same steps
+            settings = coordinator.agree_settings(lambda: fit_to_device(model, facts, asked, planned, memory))
         super().__init__(model, settings, coordinator)
         # Where another process drives, names must be those that it gives.
         self._intake = Intake(settings, merged, self._delivery.knows if coordinator.is_driver else None)

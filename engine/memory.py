@@ -1,12 +1,135 @@
 """How much memory this process can still take: of a CUDA device, or of the host within its control groups.
 
-Called when settings are resolved and when weights are packed. Reads, allocates nothing; knows nothing of models.
+Called when settings are resolved, when a step is measured, when weights are packed and when a step ran out of memory.
+Allocates nothing; knows nothing of models, and loads no torch where there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device, as one process sees it. All in bytes."""
+
+    def available(self) -> int:
+        """What this process can still take."""
+        ...
+
+    def start(self) -> None:
+        """Begins to watch what is taken."""
+        ...
+
+    def peak(self) -> int:
+        """The most that was taken at once, beyond what was taken at `start`, since then or since the last call."""
+        ...
+
+    def release(self) -> None:
+        """Gives back what is kept for later use."""
+        ...
+
+
+class CudaMemory:
+    """`DeviceMemory` of a CUDA device.
+
+    Args:
+        device_index: None for the current device.
+    """
+
+    def __init__(self, device_index: int | None = None) -> None:
+        self._index = device_index
+        self._base = 0
+
+    def available(self) -> int:
+        """Free device memory, and what torch keeps for later use."""
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(self._index)
+        return free + torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+
+    def start(self) -> None:
+        """See `DeviceMemory.start`."""
+        import torch
+
+        self._base = torch.cuda.memory_allocated(self._index)
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def peak(self) -> int:
+        """See `DeviceMemory.peak`; of tensors, not of what the driver and libraries take beside them."""
+        import torch
+
+        peak = torch.cuda.max_memory_allocated(self._index)
+        torch.cuda.reset_peak_memory_stats(self._index)
+        return max(0, peak - self._base)
+
+    def release(self) -> None:
+        """See `DeviceMemory.release`."""
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def device_memory(device_type: str, device_index: int | None = None) -> DeviceMemory | None:
+    """The memory of a device that has its own; None where the host's serves."""
+    return CudaMemory(device_index) if device_type == "cuda" else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one that it came from, says that there was not enough memory."""
+    return any(
+        isinstance(each, MemoryError)
+        or type(each).__name__ == "OutOfMemoryError"  # torch's
+        or any(text in str(each) for text in _OUT_OF_MEMORY)
+        for each in _chain(error)
+    )
+
+
+def release_after(error: Exception, memory: DeviceMemory | None) -> str:
+    """Where memory ran out: frees what the failed call held and `memory` keeps; what to lower, for the error's text."""
+    if not is_out_of_memory(error):
+        return ""
+    forget_frames(error)
+    if memory is not None:
+        memory.release()
+    return f" ({_WHAT_TO_LOWER})"
+
+
+@contextmanager
+def saying_what_to_lower() -> Iterator[None]:
+    """Running out of memory inside is a MemoryError that says what leaves more."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"{str(error) or 'out of memory'} ({_WHAT_TO_LOWER})") from error
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drops what the functions that raised an error held, so that its memory is free before the error is."""
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
+
+
+_WHAT_TO_LOWER = (
+    "to leave steps more memory, lower num_blocks or max_memory_percent; to have them take less, lower "
+    "max_batch_tokens or max_requests_per_batch"
+)
+# What the driver and cuBLAS say, as a RuntimeError.
+_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def available_memory(
@@ -23,10 +146,7 @@ def available_memory(
     and what each control group (v1 or v2) above this process leaves.
     """
     if device_type == "cuda":
-        import torch
-
-        free, _ = torch.cuda.mem_get_info(device_index)
-        return free + torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index)
+        return CudaMemory(device_index).available()
     limits = [_system_available(Path(meminfo)), *_cgroup_rooms(Path(cgroup_root), Path(own_cgroup))]
     known = [limit for limit in limits if limit is not None]
     return max(0, min(known)) if known else None

@@ -22,6 +22,7 @@ from engine.distributed.coordinator import Coordinator
 from engine.execution.threads import compute_threads, release_openmp_threads
 from engine.intake import check_timeout
 from engine.loop import EngineLoop, describe_error
+from engine.memory import saying_what_to_lower
 from engine.settings import Settings
 
 if TYPE_CHECKING:
@@ -83,11 +84,15 @@ class Sessions:
         """Build the engine and run the model once, so that the first request meets no set-up cost.
 
         No effect on an engine that has been warmed up, or that runs.
+
+        Raises:
+            MemoryError: there is not enough; the text says what to lower.
         """
         with self._lock:
             core = self._build()
             if not self._warmed_up and not self.is_running():
-                core.runner.warmup()
+                with saying_what_to_lower():
+                    core.runner.warmup()
                 self._warmed_up = True
 
     def is_running(self) -> bool:

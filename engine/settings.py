@@ -153,7 +153,7 @@ def resolve(
         ValueError: the system does not tell its free memory and num_blocks, or the space for offloading, is not set.
     """
     hints = hints or WorkloadHints()
-    defaults = _CUDA if facts.device_type == "cuda" else _HOST
+    defaults = _defaults(facts)
     if memory is None:
         memory = available_memory(facts.device_type, facts.device_index)
     budget = None if memory is None else int(memory * _given(config.max_memory_percent, defaults.memory_percent))
@@ -196,6 +196,30 @@ def resolve(
     return settings
 
 
+def fit_measured(
+    settings: Settings, config: ContinuousBatchingConfig, facts: ModelFacts, step: int, memory: int
+) -> Settings:
+    """The settings with as many blocks as fit beside a step whose bytes were measured.
+
+    Args:
+        settings: what `resolve` made of the others.
+        step: bytes that a step takes.
+        memory: free bytes.
+
+    Raises:
+        MemoryError: as `resolve`.
+    """
+    budget = int(memory * _given(config.max_memory_percent, _defaults(facts).memory_percent))
+    size = settings.kv_bytes_per_block
+    num_blocks = sizing.fit_blocks(config.num_blocks, None, settings.page_size, size, step, budget)
+    return dataclasses.replace(
+        settings,
+        num_blocks=num_blocks,
+        max_requests=max(1, min(settings.max_requests, num_blocks // len(settings.groups))),
+        context_length=facts.context_length or num_blocks * settings.page_size,
+    )
+
+
 def describe(settings: Settings) -> list[str]:
     """Lines for the start-up log: what the engine runs with and what fits."""
     size = settings.num_blocks * settings.kv_bytes_per_block / GIB
@@ -224,6 +248,10 @@ def describe(settings: Settings) -> list[str]:
     return lines
 
 
+def _defaults(facts: ModelFacts) -> _DeviceDefaults:
+    return _CUDA if facts.device_type == "cuda" else _HOST
+
+
 def _given(value: T | None, default: T) -> T:
     return default if value is None else value
 
@@ -246,7 +274,7 @@ def _step_size(
         tokens=tokens,
         requests=min(requests, tokens),
         max_blocks=acceleration.max_blocks_per_request,
-        input_sets=0 if not any(acceleration.graphs) else 2 if acceleration.async_batching else 1,
+        replayed=any(acceleration.graphs),
     )
 
 

@@ -29,22 +29,24 @@ class StepSize:
         tokens: computed in one step.
         requests: rows of logits.
         max_blocks: width of the block table of replayed decode-only steps.
-        input_sets: sets of buffers that replayed steps read: 0 without recorded graphs, 2 with async batching.
+        replayed: steps are recorded and replayed, which takes buffers that stay.
     """
 
     tokens: int
     requests: int
     max_blocks: int = 0
-    input_sets: int = 0
+    replayed: bool = False
 
     def bytes(self, facts: ModelFacts) -> int:
         """Of activations, logits and, where steps are replayed, the buffers that stay."""
-        total = self.tokens * token_bytes(facts) + self.requests * row_bytes(facts)
-        if self.input_sets:
-            inputs = 16 * self.tokens + 8 * self.requests * (2 + self.max_blocks)
-            logits = 2 * self.requests * facts.vocab_size * facts.dtype_bytes  # of mixed and of decode-only steps
-            total += self.input_sets * inputs + logits
-        return total
+        return self.tokens * token_bytes(facts) + self.requests * row_bytes(facts) + self.buffer_bytes(facts)
+
+    def buffer_bytes(self, facts: ModelFacts) -> int:
+        """Of what stays where steps are replayed: their input, and logits of mixed and of decode-only ones."""
+        if not self.replayed:
+            return 0
+        inputs = 16 * self.tokens + 8 * self.requests * (2 + self.max_blocks)
+        return inputs + 2 * self.requests * facts.vocab_size * facts.dtype_bytes
 
 
 def token_bytes(facts: ModelFacts) -> int:

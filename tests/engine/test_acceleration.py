@@ -7,12 +7,16 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from transformers import CompileConfig
 
+from engine import build
 from engine.acceleration import Capabilities, CompileSettings
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.facts import ModelFacts
+from engine.model.shadow import model_facts
 from engine.settings import Settings, resolve
+from tests.models import build_tiny
 
 CPU = ModelFacts(4, 2, 4, 16, 2, 4096, 512, "cpu", (None,) * 4)
 CUDA = dataclasses.replace(CPU, device_type="cuda")
@@ -34,13 +38,23 @@ def on_cpu(**config: Any) -> Settings:
 def test_capabilities_by_device() -> None:
     assert Capabilities.of("cpu") == Capabilities.of("mps") == Capabilities(False, False, False)
     assert Capabilities.of("cuda") == PLAIN
+    assert Capabilities.of("cuda", triton=True) == KERNEL
 
 
 class TestDecodeFastPath:
-    def test_without_hints(self) -> None:
-        assert settle().max_blocks_per_request == 32
-        assert settle(hints=WorkloadHints(max_prompt_length=500)).max_blocks_per_request == 32
-        assert settle(hints=WorkloadHints(max_generated_length=500)).max_blocks_per_request == 32
+    def test_without_hints_it_is_for_the_context(self) -> None:
+        assert settle().max_blocks_per_request == 4096 // 256
+        assert settle(hints=WorkloadHints(max_prompt_length=500)).max_blocks_per_request == 4096 // 256
+        assert settle(hints=WorkloadHints(max_generated_length=500)).max_blocks_per_request == 4096 // 256
+        assert settle(page_size=1000).max_blocks_per_request == 5
+
+    @pytest.mark.parametrize(
+        ("context", "page", "blocks"), [(None, 256, 32), (40_000, 256, 128), (40_000, 16, 512), (9000, 16, 512)]
+    )
+    def test_without_hints_it_has_bounds(self, context: int | None, page: int, blocks: int) -> None:
+        facts = dataclasses.replace(CUDA, context_length=context)
+        assert settle(facts, page_size=page).max_blocks_per_request == blocks
+        assert settle(facts, PLAIN, page_size=page, use_cuda_graph=True).max_blocks_per_request == 32
 
     @pytest.mark.parametrize(("prompt", "generated", "blocks"), [(10, 6, 2), (11, 6, 4), (32, 1, 4), (64, 16, 6)])
     def test_from_hints(self, prompt: int, generated: int, blocks: int) -> None:
@@ -69,20 +83,31 @@ class TestDecodeFastPath:
         assert record.levelno == logging.WARNING and "max_blocks_per_request is 64" in caplog.text
 
     def test_without_a_kernel_steps_that_are_replayed_have_it(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert settle(CUDA, PLAIN, use_cuda_graph=(False, True)).max_blocks_per_request == 32
+        assert settle(CUDA, PLAIN, use_cuda_graph=(False, True)).max_blocks_per_request == 16
+        assert settle(CUDA, PLAIN, use_async_batching=True).max_blocks_per_request == 16
         assert settle(CUDA, PLAIN, use_cuda_graph=True, max_blocks_per_request=64).max_blocks_per_request == 64
         assert not caplog.text
         assert settle(CUDA, PLAIN, use_cuda_graph=(True, False)).max_blocks_per_request == 0
 
-    def test_layers_with_a_window_force_0_and_it_is_said(
+    def test_a_kernel_takes_layers_with_a_window(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hybrid = dataclasses.replace(CUDA, windows=(None, None, None, 64))
+        with caplog.at_level(logging.INFO):
+            found = settle(hybrid, max_blocks_per_request=64)
+        assert found.max_blocks_per_request == 64 and found.graphs == (False, True)
+        assert not caplog.text
+
+    def test_layers_with_a_window_and_no_kernel_force_0_and_it_is_said(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         groups = settle().groups
         monkeypatch.setattr("engine.settings.plan_groups", lambda windows: groups)
         hybrid = dataclasses.replace(CUDA, windows=(None, None, None, 64))
         with caplog.at_level(logging.INFO):
-            assert settle(hybrid).max_blocks_per_request == 0
-            assert settle(hybrid, max_blocks_per_request=64).max_blocks_per_request == 0
+            assert settle(hybrid, PLAIN, use_cuda_graph=True).max_blocks_per_request == 0
+            found = settle(hybrid, PLAIN, use_cuda_graph=True, max_blocks_per_request=64)
+        assert found.max_blocks_per_request == 0 and found.graphs == (True, False)
         assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
         assert all("sliding window" in record.getMessage() for record in caplog.records)
 
@@ -91,7 +116,7 @@ class TestGraphs:
     @pytest.mark.parametrize(
         ("config", "graphs"),
         [
-            ({}, (False, False)),
+            ({}, (False, True)),
             ({"use_cuda_graph": True}, (True, True)),
             ({"use_cuda_graph": False}, (False, False)),
             ({"use_cuda_graph": (True, False)}, (True, False)),
@@ -99,13 +124,21 @@ class TestGraphs:
             ({"q_padding_interval_size": 64}, (True, True)),
             ({"kv_padding_interval_size": 64}, (True, True)),
             ({"q_padding_interval_size": 64, "use_cuda_graph": False}, (False, False)),
-            ({"use_async_batching": True}, (True, True)),
+            ({"use_async_batching": True}, (False, True)),
+            ({"use_async_batching": False}, (False, True)),
+            ({"max_blocks_per_request": 0}, (False, False)),
             ({"use_async_batching": True, "use_cuda_graph": (False, True)}, (False, True)),
             ({"use_cuda_graph": True, "max_blocks_per_request": 0}, (True, False)),
         ],
     )
     def test_who_asks_for_them(self, config: dict[str, Any], graphs: tuple[bool, bool]) -> None:
         assert settle(**config).graphs == graphs
+
+    def test_without_a_kernel_they_are_on_only_where_asked_for(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert settle(CUDA, PLAIN).graphs == (False, False)
+        assert settle(CUDA, PLAIN, use_async_batching=True).graphs == (False, True)
+        assert settle(CUDA, PLAIN, q_padding_interval_size=64).graphs == (True, True)
+        assert not caplog.text
 
     def test_padding(self) -> None:
         assert (settle().q_padding, settle().kv_padding) == (64, 16384)
@@ -132,12 +165,22 @@ class TestGraphs:
         assert "decode-only steps are not recorded" in caplog.text
         assert settle(use_cuda_graph=True, varlen_compile_config=compile_config).graphs == (False, True)
 
+    def test_compiled_code_that_records_is_no_reason_to_warn_where_nobody_asked(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        found = settle(decode_compile_config=CompileConfig())
+        assert found.graphs == (False, False) and not found.async_batching
+        assert settle(decode_compile_config={"mode": "default"}).graphs == (False, True)
+        assert not caplog.text
+
 
 class TestAsyncBatching:
     @pytest.mark.parametrize(
         ("config", "on"),
         [
-            ({}, False),
+            ({}, True),
+            ({"use_cuda_graph": False}, False),
+            ({"max_blocks_per_request": 0}, False),
             ({"use_cuda_graph": True}, True),
             ({"use_cuda_graph": (True, False)}, True),
             ({"use_cuda_graph": True, "use_async_batching": False}, False),
@@ -147,6 +190,10 @@ class TestAsyncBatching:
     )
     def test_on_cuda(self, config: dict[str, Any], on: bool) -> None:
         assert settle(**config).async_batching is on
+
+    def test_without_a_decode_fast_path_it_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert settle(use_async_batching=True, max_blocks_per_request=0).async_batching is False
+        assert "is off: it needs CUDA graphs, which are off (the model is on cuda, without a decode" in caplog.text
 
     @pytest.mark.parametrize("config", [{}, {"use_cuda_graph": True}])
     def test_on_cpu_it_falls_back_with_a_warning(
@@ -162,7 +209,7 @@ class TestAsyncBatching:
 
     def test_any_device_that_has_graphs(self) -> None:
         found = settle(CPU, KERNEL, use_cuda_graph=True)
-        assert found.graphs == (True, True) and found.async_batching and found.max_blocks_per_request == 32
+        assert found.graphs == (True, True) and found.async_batching and found.max_blocks_per_request == 128
 
 
 class TestCompile:
@@ -224,3 +271,23 @@ class TestCompile:
             assert settle(varlen_compile_config=config).mixed_compile == CompileSettings(options=options)
         with pytest.raises(ValueError, match="varlen_compile_config sets mode 'default' and options"):
             settle(varlen_compile_config={"mode": "default", "options": options})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "recorded"),
+    [
+        (torch.float32, {}, True),
+        (torch.float64, {}, False),
+        (torch.float32, {"auto_switch_to_flash": False}, False),
+        (torch.float32, {"use_cuda_graph": False}, False),
+    ],
+)
+def test_decode_steps_are_recorded_where_the_engines_own_kernels_run(
+    dtype: torch.dtype, config: dict[str, Any], recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.ops.triton.probe", lambda device: None)
+    monkeypatch.setattr("engine.settings.available_memory", lambda *_: 8 << 30)
+    model = build_tiny().to(dtype)
+    facts = dataclasses.replace(model_facts(model), device_type="cuda")
+    found = build.settle(model, facts, ContinuousBatchingConfig(**config), None)
+    assert found.graphs == (False, recorded) and found.async_batching is recorded

@@ -255,9 +255,9 @@ def settled(model: Any, **fields: Any) -> Settings:
 def test_settings_follow_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages, and the path for decode-only steps, which reads block tables."""
     fake_flash.install(monkeypatch, FA2())
-    model = build_tiny().bfloat16()
+    model = build_tiny(max_position_embeddings=256).bfloat16()
     settings = settled(model)
-    assert (settings.flash_package, settings.page_size, settings.max_blocks_per_request) == ("flash-attn", 256, 32)
+    assert (settings.flash_package, settings.page_size, settings.max_blocks_per_request) == ("flash-attn", 256, 1)
     plain = settled(model, auto_switch_to_flash=False)
     assert (plain.flash_package, plain.page_size, plain.max_blocks_per_request) == (None, 32, 0)
     small = settled(model, page_size=64)

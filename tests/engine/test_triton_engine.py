@@ -17,3 +17,8 @@ def test_the_tokens_of_generate(interpreted: Run) -> None:
 def test_steps_of_fixed_shapes_are_replayed(interpreted: Run) -> None:
     replayed, error = interpreted(cases.replayed_steps)
     assert replayed >= 2 and error < 1e-4
+
+
+def test_decode_steps_past_a_window_are_replayed(interpreted: Run) -> None:
+    own, expected, replays = interpreted(cases.recorded_windows)
+    assert own == expected and replays >= 5

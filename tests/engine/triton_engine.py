@@ -12,6 +12,8 @@ import pytest
 from engine.execution.forward import FusedForward
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.triton.triton_ops import TritonOps
+from tests.architectures import build
+from tests.engine.recorded import generate_recorded
 from tests.engine.rows import Rows, expected, make_runner
 from tests.harness import collect, core_of, running, tokens
 from tests.models import build_tiny, ref
@@ -73,6 +75,16 @@ class Rerun:
     def replay(self) -> None:
         self.replays[self.number] += 1
         self.run()
+
+
+def recorded_windows() -> tuple[list[list[int]], list[list[int]], int]:
+    """Tokens of recorded decode-only steps past a window of 6 tokens in one of two layers, those of generate(), and
+    how often the steps were replayed."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = build("qwen2", seed=4, use_sliding_window=True, sliding_window=6, max_window_layers=1, **sizes)
+    prompts, backend = [tokens(1, 3, 256), tokens(2, 17, 256)], Reruns()
+    own = generate_recorded(model, TritonOps, backend, prompts, 6, page_size=4, num_blocks=40, max_blocks=6)
+    return own, [ref(model, prompt, 6) for prompt in prompts], sum(backend.replays)
 
 
 def replayed_steps() -> tuple[int, float]:

@@ -1,6 +1,7 @@
 """Operations of GPUs in Triton, which compiles them on first use: nothing has to be built or installed beside torch.
 
-`probe` tells whether they can run; all else is loaded by who uses it, since machines without Triton import this.
+`probe` and `probe_cache` tell whether they can run; all else is loaded by who uses it, since machines without Triton
+import this.
 """
 
 from __future__ import annotations
@@ -12,6 +13,19 @@ import torch
 
 _LEAST_CAPABILITY = (8, 0)  # bfloat16 in the tensor cores
 _LEAST_VERSION = (3, 6)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_DIM = 256
+
+
+def probe_cache(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot run on a device, on a cache of this dtype with such heads; None: they can."""
+    if (why := probe(device)) is not None:
+        return why
+    if dtype not in _DTYPES:
+        return f"there is no Triton kernel for {dtype}"
+    if head_dim > _MOST_DIM:
+        return f"the Triton kernels are for heads of up to {_MOST_DIM}, not {head_dim}"
+    return None
 
 
 def probe(device: torch.device) -> str | None:

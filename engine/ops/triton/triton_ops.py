@@ -1,7 +1,7 @@
 """The operations on a GPU in Triton: `Ops` that the models of transformers call layer by layer.
 
-Made by `make_ops` where `probe` allows it. Every step has a plan whose shapes can be fixed, so that graphs can record
-it. Knows nothing of requests or models.
+Made by `make_ops` where `probe_cache` allows it. Every step has a plan whose shapes can be fixed, so that graphs can
+record it. Knows nothing of requests or models.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ import torch
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
-from engine.ops.triton import probe
+from engine.ops.triton import probe_cache
 from engine.ops.triton.plan import Capacity, GroupPlan, Planner, StepPlan, most_splits
 
 if TYPE_CHECKING:
     import numpy as np
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_DIM = 256
 
 
 class TritonOps:
@@ -39,12 +36,8 @@ class TritonOps:
     supports_graphs = (True, True)
 
     def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
-        if (why := probe(kv.device)) is not None:
+        if (why := probe_cache(kv.device, kv.dtype, kv.head_dim)) is not None:
             raise NotImplementedError(why)
-        if kv.dtype not in _DTYPES:
-            raise NotImplementedError(f"there is no Triton kernel for {kv.dtype}")
-        if kv.head_dim > _MOST_DIM:
-            raise NotImplementedError(f"the Triton kernels are for heads of up to {_MOST_DIM}, not {kv.head_dim}")
         from engine.ops.triton import choose, decode, prefill, rotary, tile, write
 
         self.choose_most_likely = choose.choose_most_likely
