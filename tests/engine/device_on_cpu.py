@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "told"
 # What a GPU's tensors are read for: numbers for the host, and results whose size depends on them.
@@ -88,6 +87,7 @@ def to_device(tensor: torch.Tensor) -> OnDevice:
 
 def set_up() -> None:
     """Makes the device known to torch, and Triton's interpreter run on it."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
     from triton.runtime.interpreter import InterpretedFunction
 
     _setup_privateuseone_for_python_backend(NAME)

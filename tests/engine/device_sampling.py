@@ -1,4 +1,4 @@
-"""Steps of the sampler on `device_on_cpu`, and what they do there."""
+"""What rows may ask of the sampler, and its steps on `device_on_cpu`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,30 @@ class EveryThird:
 
     def allowed(self, output_ids: Sequence[int]) -> npt.NDArray[np.bool_]:
         return (np.arange(VOCAB) % 3 == 0) == self.keep
+
+
+DRAW: dict[str, Any] = {"do_sample": True}
+KINDS: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{}, {}],
+    "top-k": [DRAW | {"top_k": 9}, DRAW | {"top_k": 5, "top_p": 0.8, "temperature": 2.0}],
+    "top-p": [DRAW | {"top_p": 0.7}, DRAW | {"top_p": 0.5, "min_p": 0.1}],
+    "vocabulary": [DRAW, DRAW | {"temperature": 0.5}],
+    "min-p": [DRAW | {"min_p": 0.1}, DRAW],
+    "large top-k": [DRAW | {"top_k": 190}, DRAW | {"top_k": 150, "top_p": 0.9}],
+}
+EVERY = [rows[-1] for rows in KINDS.values()]
+EDITS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+    "biases": {"logit_bias": ((3, 2.0), (9, -1.0)), "sequence_bias": (((1, 5), 3.0), ((4,), -2.0))},
+    "bad words": {"bad_words_ids": ((7,), (5, 8)), "no_repeat_ngram_size": 2},
+    "minimum": {"min_new_tokens": 9, "eos_token_ids": (8, 11)},
+    "suppressed": {"suppress_tokens": (1, 2)},
+    "forced": {"max_new_tokens": 3, "forced_eos_token_ids": (4, 6)},
+    "allowed": {"allowed_token_ids": tuple(range(40))},
+    "few allowed by a constraint": {"constraint": EveryThird(True)},
+    "many allowed by a constraint": {"constraint": EveryThird(False)},
+}
+LOGPROBS = {"logprobs": True, "top_logprobs": 4}
 
 
 class Step(NamedTuple):

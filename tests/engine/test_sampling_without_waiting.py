@@ -10,30 +10,8 @@ import torch
 
 from tests.engine import device_on_cpu
 from tests.engine import device_sampling as cases
+from tests.engine.device_sampling import DRAW, EDITS, EVERY, KINDS, LOGPROBS
 from tests.engine.triton_processes import Run, child
-
-DRAW: dict[str, Any] = {"do_sample": True}
-KINDS: dict[str, list[dict[str, Any]]] = {
-    "greedy": [{}, {}],
-    "top-k": [DRAW | {"top_k": 9}, DRAW | {"top_k": 5, "top_p": 0.8, "temperature": 2.0}],
-    "top-p": [DRAW | {"top_p": 0.7}, DRAW | {"top_p": 0.5, "min_p": 0.1}],
-    "vocabulary": [DRAW, DRAW | {"temperature": 0.5}],
-    "min-p": [DRAW | {"min_p": 0.1}, DRAW],
-    "large top-k": [DRAW | {"top_k": 190}, DRAW | {"top_k": 150, "top_p": 0.9}],
-}
-ALL = [rows[-1] for rows in KINDS.values()]
-EDITS: dict[str, dict[str, Any]] = {
-    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.5},
-    "biases": {"logit_bias": ((3, 2.0), (9, -1.0)), "sequence_bias": (((1, 5), 3.0), ((4,), -2.0))},
-    "bad words": {"bad_words_ids": ((7,), (5, 8)), "no_repeat_ngram_size": 2},
-    "minimum": {"min_new_tokens": 9, "eos_token_ids": (8, 11)},
-    "suppressed": {"suppress_tokens": (1, 2)},
-    "forced": {"max_new_tokens": 3, "forced_eos_token_ids": (4, 6)},
-    "allowed": {"allowed_token_ids": tuple(range(40))},
-    "few allowed by a constraint": {"constraint": cases.EveryThird(True)},
-    "many allowed by a constraint": {"constraint": cases.EveryThird(False)},
-}
-LOGPROBS = {"logprobs": True, "top_logprobs": 4}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +49,7 @@ def test_greedy_rows_are_two_kernels(on_device: Run) -> None:
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_edits_of_the_logits_go_along(on_device: Run, edit: str) -> None:
-    rows = [kind | EDITS[edit] for kind in ALL] + [{}]
+    rows = [kind | EDITS[edit] for kind in EVERY] + [{}]
     _, second = check(on_device(cases.steps, rows, torch.float32))
     assert len(second.told.sent) == 1
 
@@ -79,12 +57,12 @@ def test_edits_of_the_logits_go_along(on_device: Run, edit: str) -> None:
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("edits", [{}, EDITS["biases"]], ids=["", "edited"])
 def test_log_probabilities(on_device: Run, raw: bool, edits: dict[str, Any]) -> None:
-    rows = [kind | LOGPROBS | edits | {"raw_logprobs": raw} for kind in ALL]
+    rows = [kind | LOGPROBS | edits | {"raw_logprobs": raw} for kind in EVERY]
     check(on_device(cases.steps, [*rows, {}, DRAW, LOGPROBS, LOGPROBS | {"raw_logprobs": True}], torch.float16))
 
 
 def test_everything_at_once(on_device: Run) -> None:
-    rows = [kind | edit for kind, edit in zip(ALL * 2, EDITS.values(), strict=False)]
+    rows = [kind | edit for kind, edit in zip(EVERY * 2, EDITS.values(), strict=False)]
     rows += [rows[i] | LOGPROBS | {"raw_logprobs": i % 2 == 0} for i in range(len(rows))]
     check(on_device(cases.steps, rows, torch.float32))
 
