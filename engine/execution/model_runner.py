@@ -6,7 +6,6 @@ whom a block belongs to. Whatever raises leaves the runner as usable as before.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -35,6 +34,7 @@ from engine.request import Request, TokenLogprobs
 from engine.sampling.logprobs import prompt_logprobs
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampled, Sampler
+from engine.sampling.sending import ToDevice
 from engine.scheduling.batch import ScheduledBatch
 from engine.settings import Settings
 
@@ -76,9 +76,7 @@ class Pending:
             return
         self.token_ids = sampled.token_ids
         if sampled.token_ids.device.type == "cuda":  # to read them later must not wait for a step launched since
-            sampled = dataclasses.replace(
-                sampled, token_ids=_start_to_host(sampled.token_ids), bad=_start_to_host(sampled.bad)
-            )
+            sampled = sampled.copied(_start_to_host)
             self._ready = torch.cuda.Event()
             self._ready.record()
         self._sampled = sampled
@@ -160,7 +158,7 @@ class ModelRunner:
             auto_switch=settings.auto_switch_to_flash,
             flash_package=settings.flash_package,
         )
-        self._sampler = sampler or Sampler(facts.vocab_size, getattr(self._ops, "choose_most_likely", None))
+        self._sampler = sampler or Sampler(facts.vocab_size, self._ops.sampling, self._make_to_device())
         self._sizes = PathSizes(
             page_size=settings.page_size,
             trash_block=kv.num_blocks_allocated - 1,
@@ -276,6 +274,12 @@ class ModelRunner:
             self._device,
             trash=True,
         )
+
+    def _make_to_device(self) -> ToDevice | None:
+        if self._device.type == "cpu":
+            return None
+        staging = Staging(self._device)
+        return lambda numbers: staging.send(torch.from_numpy(numbers))[0]
 
     def _make_paths(self, settings: Settings, backend: GraphBackend | None) -> None:
         if backend is None and self._device.type == "cuda" and any(settings.graphs):

@@ -7,10 +7,12 @@ that plan. Knows nothing of requests or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+
+from engine.sampling.kernels import SamplingKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,13 @@ class Ops(Protocol):
 
     Attributes:
         kv_shape: (kv_heads, head_dim) of the cache.
+        sampling: the device's own ways to choose tokens; None: there are none.
         supports_graphs: whether steps of (mixed rows, one-token rows only) can have a plan of fixed shapes, which a
             graph needs. The second one is `plan_decode`.
     """
 
     kv_shape: tuple[int, int]
+    sampling: SamplingKernels | None
     supports_graphs: tuple[bool, bool]
 
     def window(self, layer: int) -> int | None:
@@ -113,3 +117,14 @@ class Ops(Protocol):
             NaN.
         """
         ...
+
+
+@runtime_checkable
+class PlainOps(Protocol):
+    """Operations for any device, which the engine's own kernels would replace where they could.
+
+    Attributes:
+        why_plain: what keeps these from being used.
+    """
+
+    why_plain: str

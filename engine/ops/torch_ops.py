@@ -18,6 +18,7 @@ from engine.ops.explicit import Scores, explicit_attention
 from engine.ops.fixed_decode import FixedPlan, attend_fixed, plan_fixed
 from engine.ops.interface import PackedRows
 from engine.ops.plan import BUCKET_BYTES, Bucket, Chunk, GroupPlan, Planner
+from engine.ops.triton import sampling_kernels
 
 _QUERY_CHUNK = 256  # queries that are attended at once
 _MIN_REACH = 1024
@@ -28,6 +29,7 @@ class TorchOps:
 
     Attributes:
         fused: whether SDPA computes what it can; what it cannot is written out.
+        sampling: kernels for the sampler, on CUDA devices where Triton runs.
         why_plain: what keeps faster operations from being used, where they were wanted.
     """
 
@@ -40,6 +42,7 @@ class TorchOps:
         self._heads, self._page, self._dim = heads, page, dim
         self.kv_shape = (heads, dim)
         self._dtype, self._device = kv.dtype, kv.device
+        self.sampling = sampling_kernels(kv.device)
         self._windows = [group.window for group in groups]
         self._places = {
             layer: (number, tensor) for number, group in enumerate(groups) for tensor, layer in enumerate(group.layers)

@@ -8,7 +8,9 @@ forced tokens, suppressed tokens; then frequency and presence penalty, logit bia
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,65 +19,38 @@ import torch
 from engine.request import Request
 from engine.sampling.constraint import check_mask
 from engine.sampling.history import History, Ids, as_ids
+from engine.sampling.sending import send
 
 NEVER = float("-inf")
 _FINITE = (float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max))  # penalties that are so
 
-
-@dataclass(slots=True)
-class Sparse:
-    """Some entries of the logits: where int64 [m] in the flattened logits, each at most once; values float32 [m]."""
-
-    where: torch.Tensor
-    values: torch.Tensor
+Array = npt.NDArray[Any]
+Change = Callable[..., None]  # of the logits, with its arrays as tensors
 
 
-@dataclass(slots=True)
-class LogitEdits:
-    """What changes in one step's logits; tensors on the CPU.
+class LogitEdits(NamedTuple):
+    """What changes in one step's logits: changes in their order, each with the arrays that it takes.
 
-    Attributes:
-        biased: added first.
-        repeated: penalties that multiply or divide.
-        added: added one after the other.
-        forced: (row, token ids int64 [n]) whose logits become 0, all others of the row -inf.
-        banned: int64 [m] in the flattened logits, that become -inf.
-        allowed: (rows int64 [n], int64 [m] in the flattened logits): all others of the rows become -inf.
+    They hold until the next step's edits are built.
     """
 
-    biased: Sparse | None = None
-    repeated: Sparse | None = None
-    added: list[Sparse] = field(default_factory=list)
-    forced: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    banned: torch.Tensor | None = None
-    allowed: tuple[torch.Tensor, torch.Tensor] | None = None
+    changes: list[tuple[Change, tuple[Array, ...]]]
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Make the changes in place: float32 [rows, vocab_size], contiguous, on any device."""
-        device = logits.device
-        flat = logits.view(-1)
-        if self.biased is not None:
-            _add(flat, self.biased)
-        if self.repeated is not None:
-            where, penalty = _to(self.repeated.where, device), _to(self.repeated.values, device)
-            scores = flat.index_select(0, where)
-            negative = scores.clamp(max=0).mul_(penalty)
-            flat.scatter_(0, where, scores.clamp_(min=0).div_(penalty).add_(negative))
-        for sparse in self.added:
-            _add(flat, sparse)
-        for row, ids in self.forced:
-            logits[row] = NEVER
-            logits[row, _to(ids, device)] = 0.0
-        if self.banned is not None:
-            flat.index_fill_(0, _to(self.banned, device), NEVER)
-        if self.allowed is not None:
-            rows, where = (_to(each, device) for each in self.allowed)
-            scores = flat.index_select(0, where)
-            if len(rows) == len(logits):
-                logits.fill_(NEVER)
-            else:
-                logits.index_fill_(0, rows, NEVER)
-            flat.scatter_(0, where, scores)
+    def arrays(self) -> list[Array]:
+        """Of all changes, of one dimension each, to be sent to the device."""
+        return [array for _, arrays in self.changes for array in arrays]
+
+    def apply(self, logits: torch.Tensor, tensors: Sequence[torch.Tensor] | None = None) -> None:
+        """Make the changes in place.
+
+        Args:
+            logits: float32 [rows, vocab_size], contiguous, on any device.
+            tensors: `arrays` on that device; None sends them.
+        """
+        tensors = send(self.arrays(), logits.device) if tensors is None else tensors
+        of = iter(tensors)
+        for change, arrays in self.changes:
+            change(logits, *itertools.islice(of, len(arrays)))
 
 
 class EditsBuilder:
@@ -89,22 +64,17 @@ class EditsBuilder:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._biased = _Entries(vocab_size)
-        self._repeated = _Entries(vocab_size)
-        self._penalties = _Entries(vocab_size)
-        self._logit_bias = _Entries(vocab_size)
-        self._banned = _Entries(vocab_size)
-        self._allowed = _Entries(vocab_size)
+        self._biased, self._repeated, self._penalties, self._logit_bias, self._forced, self._banned, self._allowed = (
+            self._all
+        ) = tuple(_Entries(vocab_size) for _ in range(7))
         self.clear()
 
     def clear(self) -> None:
         """Begin a step. What was built before is no longer to be used."""
         self.errors: dict[int, str] = {}
-        self._forced: list[tuple[int, torch.Tensor]] = []
+        self._forced_rows: list[int] = []
         self._restricted: list[int] = []
-        for entries in (
-            self._biased, self._repeated, self._penalties, self._logit_bias, self._banned, self._allowed
-        ):  # fmt: skip
+        for entries in self._all:
             entries.clear()
 
     def add(self, row: int, request: Request) -> None:
@@ -121,7 +91,8 @@ class EditsBuilder:
                 return
         forced = _forced_ids(request)
         if forced:
-            self._forced.append((row, torch.tensor(forced)))
+            self._forced_rows.append(row)
+            self._forced.add(row, as_ids(forced))
         else:
             if params.edits_logits:
                 self._change(row, request)
@@ -134,17 +105,19 @@ class EditsBuilder:
 
     def build(self) -> LogitEdits | None:
         """Everything that was collected; None when that is nothing. In memory that the next step uses again."""
-        banned = self._banned.build()
-        edits = LogitEdits(
-            biased=self._biased.build(),
-            repeated=self._repeated.build(),
-            added=[each for each in (self._penalties.build(), self._logit_bias.build()) if each is not None],
-            forced=self._forced,
-            banned=None if banned is None else banned.where,
-        )
-        if self._restricted:
-            edits.allowed = torch.tensor(self._restricted), self._allowed.where()
-        return None if edits == LogitEdits() else edits
+        restricted = np.array(self._restricted, np.int64)
+        forced = np.array(self._forced_rows, np.int64)
+        changes: list[tuple[Change, tuple[Array, ...]]] = [
+            (_add, self._biased.arrays),
+            (_penalise, self._repeated.arrays),
+            (_add, self._penalties.arrays),
+            (_add, self._logit_bias.arrays),
+            (_force, (forced, self._forced.where)),
+            (_ban, (self._banned.where,)),
+            (_allow, (restricted, self._allowed.where)),
+        ]
+        changes = [(change, arrays) for change, arrays in changes if len(arrays[0])]
+        return LogitEdits(changes) if changes else None
 
     def _change(self, row: int, request: Request) -> None:
         """Edits that look at scores or at the tokens so far."""
@@ -208,11 +181,15 @@ class _Entries:
         self._values[begin:end] = values
         self._size = end
 
-    def where(self) -> torch.Tensor:
-        return torch.from_numpy(self._where[: self._size])
+    @property
+    def where(self) -> Ids:
+        """Views, until the next step."""
+        return self._where[: self._size]
 
-    def build(self) -> Sparse | None:
-        return Sparse(self.where(), torch.from_numpy(self._values[: self._size])) if self._size else None
+    @property
+    def arrays(self) -> tuple[Ids, npt.NDArray[np.float32]]:
+        """The same, and the values."""
+        return self.where, self._values[: self._size]
 
 
 def _history(request: Request) -> History:
@@ -241,13 +218,40 @@ def _allows_only(mask: npt.NDArray[np.bool_] | None, ids: tuple[int, ...]) -> bo
     return mask is not None and np.count_nonzero(mask) == sum(bool(mask[i]) for i in set(ids) if i < len(mask))
 
 
-def _add(flat: torch.Tensor, sparse: Sparse) -> None:
-    where = _to(sparse.where, flat.device)
-    flat.scatter_(0, where, flat.index_select(0, where) + _to(sparse.values, flat.device))
+# Changes of logits [rows, vocab_size]:
+# `where` int64 [m] are places in the flattened logits, each once at most, `values` and `penalties` float32 [m] what
+# belongs there, `rows` int64 [n].
 
 
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for it."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+def _add(logits: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> None:
+    flat = logits.view(-1)
+    flat.scatter_(0, where, flat.index_select(0, where) + values)
+
+
+def _penalise(logits: torch.Tensor, where: torch.Tensor, penalties: torch.Tensor) -> None:
+    """Divides what is positive and multiplies the rest."""
+    flat = logits.view(-1)
+    scores = flat.index_select(0, where)
+    negative = scores.clamp(max=0).mul_(penalties)
+    flat.scatter_(0, where, scores.clamp_(min=0).div_(penalties).add_(negative))
+
+
+def _force(logits: torch.Tensor, rows: torch.Tensor, where: torch.Tensor) -> None:
+    """All of the rows becomes -inf but the places, which become 0."""
+    logits.index_fill_(0, rows, NEVER)
+    logits.view(-1).index_fill_(0, where, 0.0)
+
+
+def _ban(logits: torch.Tensor, where: torch.Tensor) -> None:
+    logits.view(-1).index_fill_(0, where, NEVER)
+
+
+def _allow(logits: torch.Tensor, rows: torch.Tensor, where: torch.Tensor) -> None:
+    """All of the rows becomes -inf but the places."""
+    flat = logits.view(-1)
+    scores = flat.index_select(0, where)
+    if len(rows) == len(logits):
+        logits.fill_(NEVER)
+    else:
+        logits.index_fill_(0, rows, NEVER)
+    flat.scatter_(0, where, scores)

@@ -6,8 +6,11 @@ Tokens that cannot be chosen have no log-probability and are left out of the lis
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.request import TokenLogprobs
@@ -35,6 +38,10 @@ class LogprobRows:
         self.rows.append(row)
         self.counts.append(count)
 
+    def array(self) -> npt.NDArray[np.int64]:
+        """The rows, int64 [n]."""
+        return np.array(self.rows, np.int64)
+
     def __bool__(self) -> bool:
         return bool(self.rows)
 
@@ -50,36 +57,48 @@ class StepLogprobs:
     """What one step's rows asked for, on the device.
 
     Attributes:
-        chosen: float32 [num_rows], of each row's token; 0 where nothing was added.
+        chosen: float32 [rows of the step], of each row's token; what nothing is added to stays as it is given.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.chosen = torch.zeros(num_rows, device=device)
+    def __init__(self, chosen: torch.Tensor) -> None:
+        self.chosen = chosen
         self._top: list[_Top] = []
 
-    def add(self, asked: LogprobRows, scores: Scores, tokens: torch.Tensor) -> None:
-        """Rows that chose tokens int64 [n] and whose probabilities are the softmax of the logits of `scores`."""
+    def add(self, asked: LogprobRows, rows: torch.Tensor, scores: Scores, tokens: torch.Tensor) -> None:
+        """Rows that chose tokens int64 [n] and whose probabilities are the softmax of the logits of `scores`.
+
+        Args:
+            rows: those of `asked` on the device, int64 [n].
+        """
         ids, count = tokens[:, None], max(asked.counts)
         if count:
             # Ranked by score: two scores may round to the same log-probability.
             ids = torch.cat((ids, most_likely(scores, count)[1]), dim=1)
         values = _log_softmax_at(scores, ids)
-        self.chosen[asked.rows] = values[:, 0]
+        self.chosen.index_copy_(0, rows, values[:, 0])
         if count:
             self._top.append(_Top(asked, ids[:, 1:], values[:, 1:]))
 
-    def add_choice(self, asked: LogprobRows, at: list[int], scores: Scores, choice: Choice) -> None:
-        """Rows that drew from n rows of `scores`; those that ask are the rows `at` of it."""
+    def add_choice(
+        self, asked: LogprobRows, rows: torch.Tensor, at: torch.Tensor, scores: Scores, choice: Choice
+    ) -> None:
+        """Rows that drew from n rows of `scores`; those that ask are the rows `at` of it, int64 on the device."""
         log_total = choice.log_total[at][:, None]
         least = None if choice.least is None else choice.least[at]
         scores = scores.narrowed(at)
         chosen = _of_kept(scores.at(choice.tokens[at][:, None]), least)
-        self.chosen[asked.rows] = (chosen.double() - log_total).float().squeeze(1)
+        self.chosen.index_copy_(0, rows, (chosen.double() - log_total).float().squeeze(1))
         if count := max(asked.counts):
             values, ids = most_likely(scores, count)
             values = (_of_kept(values, least).double() - log_total).float()
             dropped = torch.arange(values.shape[1], device=values.device) >= choice.kept[at][:, None]
             self._top.append(_Top(asked, ids, values.masked_fill_(dropped, _NEVER)))
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> StepLogprobs:
+        """The same of copies of its tensors."""
+        other = StepLogprobs(copy(self.chosen))
+        other._top = [_Top(top.asked, copy(top.ids), copy(top.values)) for top in self._top]
+        return other
 
     def top_lists(self) -> dict[int, list[tuple[int, float]]]:
         """By row, the most likely tokens, most likely first, ties by id. Waits for the device."""

@@ -41,7 +41,8 @@ class Scores:
     """(logits - best) / temperature of n rows: at most 0, so that no temperature overflows.
 
     Attributes:
-        logits: float32 [any, vocab], contiguous; not changed here.
+        logits: float32 [any, vocab], contiguous; not changed here. Where all that looks at them are the device's own
+            kernels, they may be in half precision.
         workspace: where pieces of the scores are kept.
         rows: int64 [n] of the logits; None for all of them.
         best: the largest logit of each row, float32 [n], with `temperature` float32 [n]; None where the scores are
@@ -74,9 +75,8 @@ class Scores:
         places = (self.rows * self.vocab)[:, None] + ids
         return self.logits.view(-1).index_select(0, places.view(-1)).view(ids.shape)
 
-    def narrowed(self, at: torch.Tensor | list[int]) -> Scores:
-        """Those at int64 [m] of the n rows."""
-        at = torch.as_tensor(at, device=self.logits.device)
+    def narrowed(self, at: torch.Tensor) -> Scores:
+        """Those at int64 [m], on the same device, of the n rows."""
         best, temperature, maxima = (
             None if each is None else each[at] for each in (self.best, self.temperature, self.maxima)
         )

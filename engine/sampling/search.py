@@ -57,6 +57,8 @@ def best_of(scores: torch.Tensor) -> Best:
 def most_likely(scores: Scores, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest scores of each row, descending, ties by id: values [n, count] and ids int64 [n, count]."""
     count = min(count, scores.vocab)
+    if scores.logits.device.type != "cpu":
+        return _largest_keys(scores, count)
     width = min(count + TIE_ROOM, scores.vocab)
     values, ids = largest(scores, width)
     if width < scores.vocab:
@@ -66,6 +68,22 @@ def most_likely(scores: Scores, count: int) -> tuple[torch.Tensor, torch.Tensor]
                 in_order, order = in_falling_order(scores.narrowed(rows).whole())
                 values[rows], ids[rows] = in_order[:, :width], order[:, :width]
     return values[:, :count], ids[:, :count]
+
+
+def _largest_keys(scores: Scores, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `most_likely`, without a word to the host: ids make all scores different, so that none can tie."""
+    if not len(scores):
+        return scores.logits.new_empty(0, count), torch.empty(0, count, dtype=torch.int64, device=scores.logits.device)
+    found = []
+    behind = torch.arange(scores.vocab, device=scores.logits.device).neg_().add_(scores.vocab - 1)
+    for at in torch.arange(len(scores), device=scores.logits.device).split(SORT_ROWS):
+        bits = (scores.narrowed(at).whole() + 0.0).view(torch.int32)  # without negative zeros
+        ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        keys = (ascending.long() << 32) | behind
+        best = keys.topk(count, dim=-1).values
+        found.append(scores.vocab - 1 - (best & 0xFFFFFFFF))
+    ids = torch.cat(found)
+    return scores.at(ids), ids
 
 
 def largest(scores: Scores, count: int) -> tuple[torch.Tensor, torch.Tensor]:

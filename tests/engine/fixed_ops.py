@@ -30,6 +30,7 @@ class FixedPlan:
 class FixedOps:
     """Full attention in plain torch, and both kinds of plans of fixed shapes."""
 
+    sampling = None
     supports_graphs = (True, True)
 
     def __init__(self, kv: KVTensors) -> None:

@@ -45,7 +45,7 @@ def sample(
     """Tokens, log-probabilities of the chosen ones and bad rows. The logits stay as they are."""
     sampler = Sampler(logits.shape[1])
     sampled = sampler(logits.clone(), sampler.plan(requests) if plan is None else plan)
-    return sampled.token_ids, None if sampled.logprobs is None else sampled.logprobs.chosen, sampled.bad
+    return sampled.token_ids, None if sampled.logprobs is None else sampled.logprobs.chosen, sampled.bad.bool()
 
 
 def run(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
@@ -57,8 +57,8 @@ def run(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
 def draw_at(logits: torch.Tensor, uniforms: Sequence[float], **params: Any) -> tuple[list[int], torch.Tensor]:
     """Tokens and log-probabilities of one row of logits at chosen values of the random number."""
     plan = Sampler(logits.shape[0]).plan([sampled(logprobs=True, **params)] * len(uniforms))
-    (group,) = plan.groups.values()
-    group.uniform = torch.tensor(uniforms, dtype=torch.float64)
+    (kind,) = plan.uniform
+    plan.uniform[kind] = np.array(uniforms, np.float64)
     tokens, logprobs, bad = sample(logits.expand(len(uniforms), -1), [], plan)
     assert not bad.any()
     assert logprobs is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine import triton_sampling as cases
 from tests.engine.triton_processes import Run
@@ -12,17 +13,24 @@ from tests.engine.triton_processes import Run
 slow = pytest.mark.slow
 
 
-def assert_same(interpreted: Run, *arguments: Any, **options: Any) -> cases.Compared:
-    found = cases.Compared(*interpreted(cases.compare, *arguments, **options))
+def assert_same(interpreted: Run, function: Any, *arguments: Any, **options: Any) -> cases.Compared:
+    found = cases.Compared(*interpreted(function, *arguments, **options))
     assert found.own == found.expected and found.kept == found.expected_kept
     assert found.difference < 1e-6
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 37, 4096, 4097, 9001])
+def test_the_most_likely_token(interpreted: Run, vocab: int, dtype: torch.dtype) -> None:
+    """To the bit what max() gives; rows of NaN, +inf or nothing else than -inf are bad."""
+    assert interpreted(cases.best_differences, vocab, dtype) == []
+
+
 @pytest.mark.parametrize(
     ("vocab", "top_k", "top_p", "min_p", "options"),
     [
-        (500, 40, 0.9, 0.0, {}),
+        (500, 40, 0.9, 0.0, {"dtype": torch.float16}),
         (61, 61, 0.5, 0.1, {"temperature": 0.3}),
         (500, None, 0.8, 0.0, {}),
         (500, 7, 0.95, 0.0, {"ties": True, "spread": 0.8, "rows": 1}),  # more ties with the 7th than there is room for
@@ -35,14 +43,14 @@ def assert_same(interpreted: Run, *arguments: Any, **options: Any) -> cases.Comp
 def test_choices_are_those_of_the_processors(
     interpreted: Run, vocab: int, top_k: int | None, top_p: float, min_p: float, options: dict[str, Any]
 ) -> None:
-    assert_same(interpreted, vocab, top_k, top_p, min_p, **options)
+    assert_same(interpreted, cases.compare, vocab, top_k, top_p, min_p, **options)
 
 
 @slow
 @pytest.mark.parametrize("min_p", [0.0, 0.9])
 def test_a_nucleus_that_is_wider_than_the_candidates(interpreted: Run, min_p: float) -> None:
     """Unless min-p cuts it short again."""
-    found = assert_same(interpreted, 2500, None, 0.9, min_p, rows=1, spread=0.1)
+    found = assert_same(interpreted, cases.compare, 2500, None, 0.9, min_p, rows=1, spread=0.1)
     assert (found.kept[0] > 1024) == (min_p == 0.0)
 
 
@@ -50,11 +58,31 @@ def test_a_nucleus_that_is_wider_than_the_candidates(interpreted: Run, min_p: fl
 def test_the_ends_of_the_random_numbers(interpreted: Run, top_k: int | None) -> None:
     """The smallest one gives the most likely token, 1 the last of those that are kept."""
     uniform = [2.0**-53, 0.5, 1.0]
-    found = assert_same(interpreted, 90, top_k, 0.9, uniform=uniform, ties=True)
+    found = assert_same(interpreted, cases.compare, 90, top_k, 0.9, uniform=uniform, ties=True)
     assert found.own[0] != found.own[2]
 
 
-def test_a_step_of_all_kinds_of_rows(interpreted: Run) -> None:
-    """Bad rows are told and hurt themselves alone."""
-    (own, own_bad), (tokens, bad) = interpreted(cases.sampled_with_and_without)
-    assert own == tokens and own_bad == bad == [False] * 5 + [True] * 2
+@pytest.mark.parametrize(
+    ("vocab", "min_p", "options"),
+    [
+        (1, 0.0, {}),
+        (500, 0.0, {"uniform": [2.0**-53, 0.5, 1.0]}),
+        (2048, 0.0, {"uniform": [2.0**-53, 0.5, 1.0], "temperature": 1e30}),
+        (4100, 0.0, {"rows": 12, "spread": 1.0, "dtype": torch.float16}),
+        (4100, 0.2, {"rows": 6, "temperature": 2.0}),
+        (4100, 1.0, {"ties": True, "uniform": [2.0**-53, 0.5, 1.0]}),
+    ],
+)
+def test_draws_in_the_order_of_ids(interpreted: Run, vocab: int, min_p: float, options: dict[str, Any]) -> None:
+    assert_same(interpreted, cases.compare_in_vocabulary_order, vocab, min_p, **options)
+
+
+def test_a_row_draws_the_same_alone_and_beside_others(interpreted: Run) -> None:
+    assert interpreted(cases.drawn_alone_and_together, 2500)
+
+
+@pytest.mark.parametrize("fields", [{}, {"logit_bias": ((3, 2.0),)}, {"logprobs": True}], ids=str)
+def test_a_step_of_all_kinds_of_rows(interpreted: Run, fields: dict[str, Any]) -> None:
+    """Bad rows are told and hurt themselves alone; whether the kernels read float16, or a float32 copy."""
+    (own, own_bad), (tokens, bad) = interpreted(cases.sampled_with_and_without, torch.float16, **fields)
+    assert own == tokens and own_bad == bad == [0] * 5 + [1] * 2 + [0]

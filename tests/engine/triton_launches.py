@@ -43,10 +43,10 @@ def attention(
 
 def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, vocab: int) -> list[Used]:
     """What norms, gates, rotation, the cache write and sampling of a model use."""
-    from engine.ops.triton.choose import choose_most_likely
     from engine.ops.triton.gate import gated
     from engine.ops.triton.norms import add_norm, rms_norm
     from engine.ops.triton.rotary import rotate_and_write
+    from engine.ops.triton.sampling import choose_in_vocabulary_order, choose_most_likely, find_best
     from engine.ops.triton.write import write
     from engine.sampling.scores import Scores, Workspace
 
@@ -55,7 +55,8 @@ def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, 
     query, key = torch.zeros(32, heads * dim, dtype=dtype), torch.zeros(32, kv_heads * dim, dtype=dtype)
     x, weight, table = torch.zeros(32, width, dtype=dtype), torch.zeros(width), torch.zeros(700, 2, dim // 2)
     norms = torch.zeros(dim), torch.zeros(dim)
-    scores = Scores(torch.zeros(2, vocab), Workspace(), torch.tensor([0, 1]), torch.zeros(2), torch.ones(2))
+    logits = torch.zeros(2, vocab, dtype=dtype)
+    scores = Scores(logits, Workspace(), torch.tensor([0, 1]), torch.zeros(2), torch.ones(2))
     numbers = torch.ones(3, 2, dtype=torch.float64)
 
     def launch() -> None:
@@ -64,19 +65,21 @@ def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, 
         gated(x, x, "silu")
         rotate_and_write(query, key, key, torch.arange(32), table, cache, plan, norms, 1e-6)
         write(key.view(32, kv_heads, dim).transpose(0, 1), key.view(32, kv_heads, dim).transpose(0, 1), *cache, plan)
-        choose_most_likely(scores, torch.tensor([50, 20]), *numbers)
-        choose_most_likely(scores, None, *numbers)
+        find_best(logits)
+        choose_in_vocabulary_order(scores, *numbers[1:])
+        choose_most_likely(scores, torch.tensor([50, 20]), 50, *numbers)
+        choose_most_likely(scores, None, 0, *numbers)
 
     return compile_launched(launch)
 
 
 def variants(sizes: list[int]) -> dict[str, int]:
     """Kernels of each name that steps of so many rows need: half of them of one token, the others of several."""
-    from engine.ops.triton.choose import choose_most_likely
     from engine.ops.triton.decode import decode
     from engine.ops.triton.norms import add_norm
     from engine.ops.triton.prefill import prefill
     from engine.ops.triton.rotary import rotate_and_write
+    from engine.ops.triton.sampling import choose_in_vocabulary_order, choose_most_likely, find_best
     from engine.ops.triton.tile import ScoreRule
     from engine.sampling.scores import Scores, Workspace
 
@@ -96,8 +99,11 @@ def variants(sizes: list[int]) -> dict[str, int]:
             kernel(query, keys, values, plan, query, window=None, rule=ScoreRule.of(32, None, None))
         add_norm(torch.zeros(tokens, 64), torch.zeros(tokens, 64), torch.zeros(64), 1e-6)
         numbers = torch.ones(3, size, dtype=torch.float64)
-        scores = Scores(torch.zeros(size, 90), Workspace(), best=torch.zeros(size), temperature=torch.ones(size))
-        choose_most_likely(scores, torch.full((size,), 5), *numbers)
+        logits, lines = torch.zeros(size, 90), torch.arange(2 * size)[size:]
+        scores = Scores(logits, Workspace(), lines, torch.zeros(size), torch.ones(size))
+        find_best(logits)
+        choose_in_vocabulary_order(scores, *numbers[1:])
+        choose_most_likely(scores, torch.full((size,), 5), 5, *numbers)
 
     return count_variants(lambda: [step(size) for size in sizes])
 

@@ -1,4 +1,4 @@
-"""What tests/engine shows of the Triton kernels in the interpreter, on a device, where bfloat16 can be tested too."""
+"""What tests/engine shows of Triton's attention in the interpreter, on a device, where bfloat16 can be tested too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.ops.triton import probe
-from tests.engine import triton_attention, triton_sampling
+from tests.engine import triton_attention
 from tests.engine.triton_attention import Step
 from tests.gpu.device import DEVICE, IS_THERE, on_device
 
@@ -74,15 +74,3 @@ def test_a_recorded_plan_serves_later_steps_bit_by_bit(kind: str, window: int | 
     if kind == "mixed":
         steps = [Step([9, 5, 20], [1, 1, 12]), Step([300, 0], [1, 13]), Step([280], [14]), Step([0], [14])]
     assert all(triton_attention.replayed(steps, kind, window, DEVICE))
-
-
-@pytest.mark.parametrize(
-    ("vocab", "top_k", "top_p", "min_p"),
-    [(500, 40, 0.9, 0.0), (61, 61, 0.5, 0.1), (500, None, 0.8, 0.0), (151936, 50, 0.95, 0.0), (151936, None, 0.9, 0.0)],
-)
-def test_choices_are_those_of_the_processors(vocab: int, top_k: int | None, top_p: float, min_p: float) -> None:
-    if DEVICE.type == "cpu" and vocab > 1000:
-        pytest.skip("the interpreter takes minutes")
-    found = triton_sampling.compare(vocab, top_k, top_p, min_p, device=DEVICE)
-    assert found.own == found.expected and found.kept == found.expected_kept
-    assert found.difference < 1e-5

@@ -26,6 +26,7 @@ from engine.ops.cpu.attention import (
 )
 from engine.ops.cpu.library import Op, Step, Tape
 from engine.ops.interface import PackedRows
+from engine.sampling.kernels import SamplingKernels
 
 
 class CpuOps:
@@ -33,13 +34,14 @@ class CpuOps:
 
     Attributes:
         kv_shape: (kv_heads, head_dim) of the cache.
-        supports_graphs: there are none.
+        sampling, supports_graphs: there are none.
 
     Raises:
         NotImplementedError: there is no kernel for such a cache.
         BuildError: the library cannot be built here.
     """
 
+    sampling: SamplingKernels | None = None
     supports_graphs = (False, False)
 
     def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:

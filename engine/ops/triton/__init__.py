@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from engine.sampling.kernels import SamplingKernels
 
 _LEAST_CAPABILITY = (8, 0)  # bfloat16 in the tensor cores
 _LEAST_VERSION = (3, 6)
@@ -50,3 +54,12 @@ def probe(device: torch.device) -> str | None:
         least, there = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, capability))
         return f"the Triton kernels need compute capability {least}, and {device} has {there}"
     return None
+
+
+def sampling_kernels(device: torch.device) -> SamplingKernels | None:
+    """The sampler's kernels for a CUDA device; None: they do not run there."""
+    if device.type != "cuda" or probe(device) is not None:
+        return None
+    from engine.ops.triton import sampling
+
+    return sampling

@@ -17,7 +17,7 @@ from engine.sampling.scores import Scores
 
 NUCLEUS_CANDIDATES = 1024  # for top-p alone
 MOST_CANDIDATES = 4096
-_BLOCK = 2048
+_BLOCK = 4096
 _ORDERED_AT_ONCE = 64
 
 
@@ -29,7 +29,8 @@ def _magnitudes(logits, best, temperature, start, VOCAB: tl.constexpr, BLOCK: tl
     """
     ids = start + tl.arange(0, BLOCK)
     there = ids < VOCAB
-    score = tl.div_rn(tl.load(logits + ids, mask=there, other=0.0) - best, temperature)
+    line = tl.load(logits + ids, mask=there, other=0.0).to(tl.float32)
+    score = tl.div_rn(line - best, temperature)
     return ids, tl.where(there, tl.abs(score).to(tl.int32, bitcast=True), 0x7FFFFFFF)
 
 
@@ -228,35 +229,27 @@ def _wide_kernel(
 def choose_most_likely(
     scores: Scores,
     top_k: torch.Tensor | None,
+    most: int,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     uniform: torch.Tensor,
 ) -> Choice:
-    """As `choose_from_top_k`, `choose_from_all_sorted` and, without `top_k`, `choose_from_nucleus` of processors.py.
-
-    Nothing waits for the device.
-
-    Args:
-        scores: with their best and temperature.
-        top_k: int64 [n] in [1, vocab], on the host; None: all, which only top-p narrows.
-        top_p, min_p, uniform: float64 [n], on the host.
-    """
+    """See `SamplingKernels.choose_most_likely`."""
     n, vocab, device = len(scores), scores.vocab, scores.logits.device
-    most = NUCLEUS_CANDIDATES if top_k is None else int(top_k.max())
+    by_count = top_k is not None
+    most = most if by_count else NUCLEUS_CANDIDATES
     room = min(triton.next_power_of_2(2 * most), triton.next_power_of_2(vocab))
-    wanted = (torch.full((n,), most) if top_k is None else top_k).to(device, non_blocking=True)
-    numbers = torch.stack((top_p, min_p, uniform)).to(device, non_blocking=True)
-    rows = torch.arange(n, device=device) if scores.rows is None else scores.rows
-    source = (scores.logits, rows, scores.best, scores.temperature)
+    wanted = torch.full((n,), most, device=device) if top_k is None else top_k
+    numbers = (top_p, min_p, uniform)
+    source = (scores.logits, scores.rows, scores.best, scores.temperature)
     tokens, kept = torch.empty((2, n), dtype=torch.int64, device=device)
     sums, masses = torch.empty((2, n), dtype=torch.float64, device=device)
     counts, wide = torch.ones((2, n), dtype=torch.int32, device=device)
-    by_count = top_k is not None
     if room <= MOST_CANDIDATES:
         candidates, ordered = torch.empty((2, n, room), dtype=torch.int64, device=device)
         _gather_kernel[(n,)](
             candidates, counts, masses, *source, wanted,
-            WITH_MASS=not by_count, VOCAB=vocab, ROOM=room, BLOCK=_BLOCK, num_warps=8,
+            WITH_MASS=not by_count, VOCAB=vocab, ROOM=room, BLOCK=_BLOCK, num_warps=16,
         )  # fmt: skip
         block = min(_ORDERED_AT_ONCE, room)
         _order_kernel[(n, room // block)](ordered, candidates, counts, ROOM=room, BLOCK=block, num_warps=4)
@@ -266,6 +259,6 @@ def choose_most_likely(
         )  # fmt: skip
     _wide_kernel[(n,)](
         tokens, sums, kept, wide, *source, wanted, *numbers,
-        BY_COUNT=by_count, VOCAB=vocab, BLOCK=_BLOCK, num_warps=8,
+        BY_COUNT=by_count, VOCAB=vocab, BLOCK=_BLOCK, num_warps=16,
     )  # fmt: skip
     return Choice(tokens, sums.log(), kept)

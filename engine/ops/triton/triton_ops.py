@@ -16,6 +16,7 @@ from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
 from engine.ops.triton import probe_cache
 from engine.ops.triton.plan import Capacity, GroupPlan, Planner, StepPlan, most_splits
+from engine.sampling.kernels import SamplingKernels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +28,7 @@ class TritonOps:
     Attributes:
         kv_shape: (kv_heads, head_dim) of the cache.
         supports_graphs: all of them.
-        choose_most_likely: the sampler's, on the device.
+        sampling: kernels for the sampler.
 
     Raises:
         NotImplementedError: the kernels do not run here, or not on such a cache; the text says why.
@@ -38,9 +39,9 @@ class TritonOps:
     def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
         if (why := probe_cache(kv.device, kv.dtype, kv.head_dim)) is not None:
             raise NotImplementedError(why)
-        from engine.ops.triton import choose, decode, prefill, rotary, tile, write
+        from engine.ops.triton import decode, prefill, rotary, sampling, tile, write
 
-        self.choose_most_likely = choose.choose_most_likely
+        self.sampling: SamplingKernels | None = sampling
         self._decode, self._prefill, self._rule = decode.decode, prefill.prefill, tile.ScoreRule.of
         self._write, self._rotate_and_write = write.write, rotary.rotate_and_write
         groups = groups or [LayerGroup(tuple(range(len(kv.keys))))]
