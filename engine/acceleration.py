@@ -23,6 +23,8 @@ _FALLBACK_BLOCKS = 32  # of a request, where neither hints nor the model tell ho
 # kernel that splits contexts has a place for every split of every row.
 _MOST_TOKENS, _MOST_BLOCKS = 32768, 512
 _Q_PADDING, _KV_PADDING = 64, 16384
+# Mixed steps of more tokens hide what their launches cost, and each recorded shape takes time and memory.
+_RECORDED_TOKENS = 512
 _LEVEL_MODES = {1: "default", 2: "max-autotune-no-cudagraphs", 3: "max-autotune-no-cudagraphs"}
 _RECORDING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: they record CUDA graphs themselves
 _DEFAULT_MODE = "reduce-overhead"  # what a CompileConfig has that names none
@@ -37,6 +39,7 @@ class Capabilities:
         block_tables: a kernel for one-token rows that reads the cache through block tables, also of layers with a
             window. Without it decode-only steps of fixed shapes are possible, but worth it only where they are
             replayed, and not with windows.
+        mixed_graphs: a recorded mixed step serves others of its padded shape.
         flash: attention is FlashAttention.
         flash_package: which one, as `engine.ops.flash.loading.load` knows it; None: none.
         page_multiple: pages must be a multiple of so many tokens.
@@ -44,6 +47,7 @@ class Capabilities:
 
     graphs: bool = False
     block_tables: bool = False
+    mixed_graphs: bool = False
     flash: bool = False
     flash_package: str | None = None
     page_multiple: int = 1
@@ -53,9 +57,14 @@ class Capabilities:
         """With a flash kernel, else with the engine's Triton kernels, else with plain operations."""
         graphs = device_type == "cuda"
         if kernel is None:
-            return cls(graphs, block_tables=triton)
+            return cls(graphs, block_tables=triton, mixed_graphs=triton)
         return cls(
-            graphs, block_tables=True, flash=True, flash_package=kernel.package, page_multiple=kernel.page_multiple
+            graphs,
+            block_tables=True,
+            mixed_graphs=kernel.mixed_graphs,
+            flash=True,
+            flash_package=kernel.package,
+            page_multiple=kernel.page_multiple,
         )
 
 
@@ -82,6 +91,7 @@ class Acceleration:
     mixed_compile: CompileSettings | None
     decode_compile: CompileSettings | None
     graphs: tuple[bool, bool]
+    recorded_tokens: int | None
     q_padding: int
     kv_padding: int
     async_batching: bool
@@ -95,13 +105,15 @@ def resolve_acceleration(
     max_blocks = _max_blocks_per_request(config, facts, hints, page_size, device.block_tables, wanted[1])
     mixed_compile = _mixed_compile(config, device)
     decode_compile = _decode_compile(config, max_blocks)
-    level = logging.INFO if _asked_graphs(config) is None else logging.WARNING
+    is_asked = _asked_graphs(config) is not None
+    level = logging.WARNING if is_asked else logging.INFO
     graphs = _graphs((wanted[0], wanted[1] and max_blocks > 0), (mixed_compile, decode_compile), level)
     return Acceleration(
         max_blocks_per_request=max_blocks,
         mixed_compile=mixed_compile,
         decode_compile=decode_compile,
         graphs=graphs,
+        recorded_tokens=None if is_asked else _RECORDED_TOKENS,
         q_padding=config.q_padding_interval_size or _Q_PADDING,
         kv_padding=config.kv_padding_interval_size or _KV_PADDING,
         async_batching=_async_batching(config, facts, graphs, max_blocks > 0),
@@ -202,17 +214,13 @@ def _asked_graphs(config: ContinuousBatchingConfig) -> tuple[bool, bool] | None:
 
 
 def _wanted_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, device: Capabilities) -> tuple[bool, bool]:
-    """Not asked: of decode-only steps, where a kernel reads block tables.
-
-    A step with prompts hides what its launches cost, and would be recorded for many shapes, each of which takes time
-    and memory.
-    """
+    """Where nothing is asked, those whose kernels can be replayed."""
     asked = _asked_graphs(config)
     if not device.graphs:
         if asked is not None and any(asked):
             logger.warning("CUDA graphs were asked for and are off: the model is on %s", facts.device_type)
         return False, False
-    return asked or (False, device.block_tables or bool(config.use_async_batching))
+    return asked or (device.mixed_graphs, device.block_tables or bool(config.use_async_batching))
 
 
 def _graphs(

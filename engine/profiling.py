@@ -160,5 +160,6 @@ def _replayed(settings: Settings, facts: ModelFacts, mixed: int, decode: int) ->
     if not any(settings.graphs):
         return 0
     size = StepSize(settings.max_batch_tokens, settings.max_requests, settings.max_blocks_per_request, replayed=True)
-    recordings = is_mixed * _MIXED_RECORDINGS + is_decode * (settings.max_requests.bit_length() + 1)
-    return is_mixed * mixed + is_decode * decode + recordings * _RECORDING + size.buffer_bytes(facts)
+    recordings = is_mixed * _MIXED_RECORDINGS + is_decode * 4 * settings.max_requests.bit_length()
+    share = min(1.0, (settings.recorded_tokens or settings.max_batch_tokens) / settings.max_batch_tokens)
+    return is_mixed * int(share * mixed) + is_decode * decode + recordings * _RECORDING + size.buffer_bytes(facts)

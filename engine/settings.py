@@ -73,6 +73,7 @@ class Settings:
         groups: which layers share one block table.
         max_blocks_per_request: blocks of a request in the decode-only path, which longer ones do not take; 0: no path.
         graphs: whether (mixed, decode-only) steps are recorded and replayed, if the device's operations allow it.
+        recorded_tokens: mixed steps of more tokens are not recorded; None: any are.
         q_padding: replayed or statically compiled mixed steps have a multiple of so many tokens.
         kv_padding: replayed mixed steps read a multiple of so many cached tokens.
         async_batching: schedule the next step while this one runs.
@@ -104,6 +105,7 @@ class Settings:
     groups: tuple[LayerGroup, ...]
     max_blocks_per_request: int = 0
     graphs: tuple[bool, bool] = (False, False)
+    recorded_tokens: int | None = None
     q_padding: int = 64
     kv_padding: int = 16384
     async_batching: bool = False

@@ -165,6 +165,7 @@ class ModelRunner:
             max_tokens=settings.max_batch_tokens,
             max_rows=settings.max_requests,
             max_blocks=settings.max_blocks_per_request,
+            recorded_tokens=settings.recorded_tokens,
             q_padding=settings.q_padding,
             kv_padding=settings.kv_padding,
         )
@@ -223,28 +224,28 @@ class ModelRunner:
         """Runs a large and a smallest step through the real path, so that no request pays for first-time set-up.
 
         Where the size of a step sets nothing up (on CPU, neither compiled nor recorded), the large one is small too.
-        Where steps are replayed, the largest mixed one and every size of decode-only ones are recorded, the largest
-        first, in whose memory the others then fit. K/V goes to the trash block.
+        Where steps are replayed, every size of decode-only ones is recorded, and of mixed ones the largest or, where
+        they are few, every size: the largest first, in whose memory the others then fit. K/V goes to the trash block.
         """
         tokens = self._max_warmup_tokens
         if not self._has_set_up:
             tokens = min(tokens, _CPU_WARMUP_TOKENS)
         self._dry_run(tokens)
-        if self._decode is not None:
-            self._set_up_decode_steps(self._decode)
+        self._set_up("mixed steps of up to %d tokens", self._mixed.recorded_sizes, self._dry_run)
+        if (decode := self._decode) is not None:
+            self._set_up(
+                "decode-only steps of up to %d rows",
+                decode.padded_sizes,
+                lambda size: decode.run(self._packer.pack(self._dry_batch(1)), size=size),
+            )
         self._dry_run(1)
 
-    def _set_up_decode_steps(self, path: DecodePath) -> None:
-        sizes, begin = sorted(path.padded_sizes, reverse=True), time.monotonic()
-        for number, size in enumerate(sizes, 1):
-            path.run(self._packer.pack(self._dry_batch(1)), size=size)
-            logger.info(
-                "decode-only steps of %d rows are set up (%d of %d, %.1f s)",
-                size,
-                number,
-                len(sizes),
-                time.monotonic() - begin,
-            )
+    def _set_up(self, what: str, sizes: list[int], run: Callable[[int], object]) -> None:
+        begin = time.monotonic()
+        for number, size in enumerate(sorted(sizes, reverse=True), 1):
+            run(size)
+            passed = time.monotonic() - begin
+            logger.info(f"{what} are set up (%d of %d, %.1f s)", size, number, len(sizes), passed)
 
     @_on_device
     def refresh_weights(self) -> None:

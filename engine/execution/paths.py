@@ -31,6 +31,7 @@ class PathSizes:
         page_size, trash_block: of the cache; padding writes its K/V to the trash block.
         max_tokens, max_rows: of a step.
         max_blocks: width of the block table of decode-only steps.
+        recorded_tokens: mixed steps of more tokens run directly; None: none do.
         q_padding, kv_padding: multiples to which the tokens, and the cached tokens, of mixed steps are padded.
     """
 
@@ -39,6 +40,7 @@ class PathSizes:
     max_tokens: int
     max_rows: int
     max_blocks: int
+    recorded_tokens: int | None
     q_padding: int
     kv_padding: int
 
@@ -89,12 +91,12 @@ class MixedPath:
         sizes, kept = self._sizes, len(inputs.keep)
         tokens = max(inputs.num_tokens, min(round_up(inputs.num_tokens, sizes.q_padding), sizes.max_tokens))
         most = min(tokens, sizes.max_rows)
-        # More logits are kept where a prompt is scored.
-        if self._graphs is not None and inputs.rows.block_tables is not None and kept <= most:
+        graphs = self._graphs if inputs.rows.block_tables is not None and self._may_record(tokens) else None
+        if graphs is not None and kept <= most:  # more logits are kept where a prompt is scored
             inputs = pad(inputs, tokens, sizes.trash_block, sizes.page_size)
             shape = StepShape(tokens, min(most, max(_LEAST_KEPT, next_power_of_two(kept))), self._kv_room(inputs.rows))
             plan = cast(FixedMixedOps, self._ops).plan_mixed(inputs.rows, tokens, shape.kv, most + 1)
-            return self._graphs.run(shape, inputs, plan, previous_ids)
+            return graphs.run(shape, inputs, plan, previous_ids)
         if self._compiled is not None:
             if self._compiled.dynamic is False:
                 kept = _size_for(kept, powers_of_two(max(kept, sizes.max_rows)))
@@ -104,6 +106,17 @@ class MixedPath:
         plan = self._ops.plan(inputs.rows)
         step = StepInputs.of(inputs, inputs.num_tokens, kept), plan
         return _run_directly(self._forward, self._staging, step, carried_ids(inputs, previous_ids))[: len(inputs.keep)]
+
+    @property
+    def recorded_sizes(self) -> list[int]:
+        """Numbers of tokens that recorded steps have, ascending, where they are few: to record them in advance."""
+        sizes = self._sizes
+        if self._graphs is None or sizes.recorded_tokens is None:
+            return []
+        return list(range(sizes.q_padding, min(sizes.recorded_tokens, sizes.max_tokens) + 1, sizes.q_padding))
+
+    def _may_record(self, tokens: int) -> bool:
+        return self._sizes.recorded_tokens is None or tokens <= self._sizes.recorded_tokens
 
     def _kv_room(self, rows: PackedRows) -> int:
         """A power of 2 of padding intervals, so that contexts which grow soon have a recording."""

@@ -22,6 +22,7 @@ CPU = ModelFacts(4, 2, 4, 16, 2, 4096, 512, "cpu", (None,) * 4)
 CUDA = dataclasses.replace(CPU, device_type="cuda")
 PLAIN = Capabilities(graphs=True)
 KERNEL = Capabilities(graphs=True, block_tables=True)
+TRITON = Capabilities(graphs=True, block_tables=True, mixed_graphs=True)
 FLASH = Capabilities(graphs=True, block_tables=True, flash=True)
 
 
@@ -38,7 +39,7 @@ def on_cpu(**config: Any) -> Settings:
 def test_capabilities_by_device() -> None:
     assert Capabilities.of("cpu") == Capabilities.of("mps") == Capabilities(False, False, False)
     assert Capabilities.of("cuda") == PLAIN
-    assert Capabilities.of("cuda", triton=True) == KERNEL
+    assert Capabilities.of("cuda", triton=True) == TRITON
 
 
 class TestDecodeFastPath:
@@ -134,7 +135,13 @@ class TestGraphs:
     def test_who_asks_for_them(self, config: dict[str, Any], graphs: tuple[bool, bool]) -> None:
         assert settle(**config).graphs == graphs
 
+    def test_only_small_mixed_steps_are_recorded_unless_they_are_asked_for(self) -> None:
+        assert settle(CUDA, TRITON).recorded_tokens == 512
+        for config in ({"use_cuda_graph": True}, {"use_cuda_graph": (True, False)}, {"q_padding_interval_size": 64}):
+            assert settle(CUDA, TRITON, **config).recorded_tokens is None
+
     def test_without_a_kernel_they_are_on_only_where_asked_for(self, caplog: pytest.LogCaptureFixture) -> None:
+        assert settle(CUDA, TRITON).graphs == (True, True)
         assert settle(CUDA, PLAIN).graphs == (False, False)
         assert settle(CUDA, PLAIN, use_async_batching=True).graphs == (False, True)
         assert settle(CUDA, PLAIN, q_padding_interval_size=64).graphs == (True, True)
@@ -282,7 +289,7 @@ class TestCompile:
         (torch.float32, {"use_cuda_graph": False}, False),
     ],
 )
-def test_decode_steps_are_recorded_where_the_engines_own_kernels_run(
+def test_steps_are_recorded_where_the_engines_own_kernels_run(
     dtype: torch.dtype, config: dict[str, Any], recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.ops.triton.probe", lambda device: None)
@@ -290,4 +297,4 @@ def test_decode_steps_are_recorded_where_the_engines_own_kernels_run(
     model = build_tiny().to(dtype)
     facts = dataclasses.replace(model_facts(model), device_type="cuda")
     found = build.settle(model, facts, ContinuousBatchingConfig(**config), None)
-    assert found.graphs == (False, recorded) and found.async_batching is recorded
+    assert found.graphs == (recorded, recorded) and found.async_batching is recorded

@@ -147,6 +147,18 @@ def test_padding_stops_at_the_largest_step(tiny: PreTrainedModel) -> None:
     check_tokens(tiny, rows)
 
 
+def test_mixed_steps_of_many_tokens_run_directly(tiny: PreTrainedModel) -> None:
+    case = recorded(tiny, recorded_tokens=32)
+    case.runner.warmup()
+    assert case.ops.mixed_shapes == [(32, 64, 7), (16, 64, 7)]
+    rows = Rows(case.runner, 512, PROMPTS)
+    rows.step({0: 3, 1: 20, 3: 33})
+    assert len(case.ops.mixed_shapes) == 2
+    rows.step({0: 1, 1: 1, 2: 9, 4: 14})
+    assert case.ops.mixed_shapes[2:] == [(32, 64, 7)] and case.backend.graphs[0].replays == 2
+    check_tokens(tiny, rows)
+
+
 def test_a_row_that_outgrows_the_block_table_takes_the_other_path(tiny: PreTrainedModel) -> None:
     case = recorded(tiny, which=(False, True), max_blocks_per_request=2)
     rows = Rows(case.runner, 512, [31, 5])
@@ -236,7 +248,8 @@ def test_warmup_records_the_largest_first_and_leaves_the_cache_alone(
     assert case.ops.decode_sizes == [6, 4, 2, 1, 1]
     assert len(case.backend.graphs) - made == 1 + 4
     assert [record.message.split(", ")[0] for record in caplog.records] == [
-        f"decode-only steps of {size} rows are set up ({number} of 4" for number, size in enumerate([6, 4, 2, 1], 1)
+        f"decode-only steps of up to {size} rows are set up ({number} of 4"
+        for number, size in enumerate([6, 4, 2, 1], 1)
     ]
     made = len(case.backend.graphs)
     for _ in range(4):
