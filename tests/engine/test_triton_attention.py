@@ -82,7 +82,7 @@ def test_windows_around_page_borders(interpreted: Run, page: int, window: int) -
 
 
 def test_a_chunk_that_is_longer_than_its_window(interpreted: Run) -> None:
-    assert_close(interpreted(cases.errors_of, [0, 150], [[(0, 140), (1, 75)]], page=16, window=40, heads=2))
+    assert_close(interpreted(cases.errors_of, [0, 70], [[(0, 70), (1, 45)]], page=16, window=20, heads=2))
 
 
 @pytest.mark.parametrize(
