@@ -153,6 +153,10 @@ def test_what_does_not_fit_is_refused(interpreted: Run) -> None:
     assert said[4] == said[5] == "a block table does not cover the tokens of its row"
 
 
+def test_they_bring_kernels_for_the_sampler(interpreted: Run) -> None:
+    assert interpreted(cases.sampling_of_ops) == [True, True, True, False]
+
+
 def test_where_the_kernels_cannot_run_they_say_why(interpreted: Run) -> None:
     assert interpreted(cases.unusable) == [
         None,
