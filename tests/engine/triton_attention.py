@@ -175,7 +175,7 @@ def replayed(steps: list[Step], kind: str, window: int | None, device: torch.dev
 
 
 def sampling_of_ops() -> list[bool]:
-    """Whether the ops have kernels for the sampler, Triton's and plain ones on CPU; whether these and those are plain."""
+    """Whether Triton's ops have kernels for the sampler, plain ones on CPU none; whether the latter alone are plain."""
     from engine.ops.interface import PlainOps
     from engine.ops.torch_ops import TorchOps
     from engine.ops.triton import sampling
