@@ -189,6 +189,8 @@ class ContinuousBatchingConfig:
             for field in dataclasses.fields(config)
             if getattr(config, field.name) != _default(field)
         }
+        if not hasattr(config, "page_size") and "block_size" in values:
+            values["page_size"] = values.pop("block_size")  # its name up to transformers 5.17
         for name in values.keys() - known:
             raise NotImplementedError(f"{name}={values[name]!r} is not supported: this engine has no such setting")
         return cls(**values)

@@ -40,7 +40,10 @@ _LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok":
 def build(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """A small random model of a type that transformers knows; `fields` override those of its config."""
     config = AutoConfig.for_model(model_type, **_SIZES | fields)
-    return build_random(AutoModelForCausalLM._model_mapping[type(config)], config, seed)
+    model = build_random(AutoModelForCausalLM._model_mapping[type(config)], config, seed)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # up to transformers 5.17 sdpa leaves it out
+    return model
 
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedModel]] = {

@@ -27,6 +27,8 @@ def installed() -> Iterator[PreTrainedModel]:
 
 
 def theirs(**fields: object) -> transformers.ContinuousBatchingConfig:
+    if "page_size" in fields and not hasattr(transformers.ContinuousBatchingConfig, "page_size"):
+        fields["block_size"] = fields.pop("page_size")  # as earlier versions call it
     return transformers.ContinuousBatchingConfig(num_blocks=64, **fields)  # type: ignore[arg-type]
 
 

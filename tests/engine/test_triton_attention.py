@@ -82,7 +82,7 @@ def test_windows_around_page_borders(interpreted: Run, page: int, window: int) -
 
 
 def test_a_chunk_that_is_longer_than_its_window(interpreted: Run) -> None:
-    assert_close(interpreted(cases.errors_of, [0, 150], [[(0, 140), (1, 75)]], page=16, window=40, heads=2))
+    assert_close(interpreted(cases.errors_of, [0, 70], [[(0, 70), (1, 45)]], page=16, window=20, heads=2))
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,10 @@ def test_what_does_not_fit_is_refused(interpreted: Run) -> None:
     assert "of which 0 have one" in said[2]
     assert said[3].startswith("3 rows of 3 tokens and 11 blocks do not fit a plan for 3 rows, 2 tokens and 19 blocks")
     assert said[4] == said[5] == "a block table does not cover the tokens of its row"
+
+
+def test_they_bring_kernels_for_the_sampler(interpreted: Run) -> None:
+    assert interpreted(cases.sampling_of_ops) == [True, True, True, False]
 
 
 def test_where_the_kernels_cannot_run_they_say_why(interpreted: Run) -> None:

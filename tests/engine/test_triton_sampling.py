@@ -34,8 +34,9 @@ def test_the_most_likely_token(interpreted: Run, vocab: int, dtype: torch.dtype)
         (61, 61, 0.5, 0.1, {"temperature": 0.3}),
         (500, None, 0.8, 0.0, {}),
         (500, 7, 0.95, 0.0, {"ties": True, "spread": 0.8, "rows": 1}),  # more ties with the 7th than there is room for
-        pytest.param(3000, 1500, 0.9, 0.0, {"spread": 0.7}, marks=slow),
-        pytest.param(3000, 3000, 1.0, 0.2, {"ties": True}, marks=slow),
+        (4200, 2500, 0.9, 0.0, {"spread": 0.7, "rows": 1}),  # too many to be put in order
+        pytest.param(1300, 1100, 0.9, 0.0, {"spread": 0.7}, marks=slow),
+        pytest.param(1300, 1300, 1.0, 0.2, {"ties": True}, marks=slow),
         pytest.param(500, 40, 1.0, 0.0, {"temperature": 1e30}, marks=slow),
         pytest.param(500, 40, 1.0, 0.0, {"temperature": 1e-5}, marks=slow),
     ],

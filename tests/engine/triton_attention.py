@@ -176,6 +176,17 @@ def replayed(steps: list[Step], kind: str, window: int | None, device: torch.dev
     return same
 
 
+def sampling_of_ops() -> list[bool]:
+    """Whether Triton's ops have kernels for the sampler, plain ones on CPU none; whether the latter alone are plain."""
+    from engine.ops.interface import PlainOps
+    from engine.ops.torch_ops import TorchOps
+    from engine.ops.triton import sampling
+
+    kv = allocate(1, 4, 1, 4, 16, torch.float32)
+    own, plain = TritonOps(kv), TorchOps(kv)
+    return [own.sampling is sampling, plain.sampling is None, isinstance(plain, PlainOps), isinstance(own, PlainOps)]
+
+
 def unusable() -> list[str | None]:
     """What is said of a CPU with and without the interpreter, another device, a dtype and a head that are not known."""
     said = [probe(torch.device("cpu")), probe(torch.device("meta"))]

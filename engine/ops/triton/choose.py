@@ -41,13 +41,37 @@ def _weight(magnitudes):
 
 
 @triton.jit
-def _count(logits, best, temperature, most, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many magnitudes are at most `most`."""
-    counts = tl.zeros([BLOCK], tl.int32)
+def _counts(logits, best, temperature, first, second, third, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many magnitudes are at most each of the three."""
+    counts = tl.zeros([BLOCK], tl.int32)  # of 10 bits each
     for start in range(0, VOCAB, BLOCK):
         _, magnitudes = _magnitudes(logits, best, temperature, start, VOCAB, BLOCK)
-        counts += (magnitudes <= most).to(tl.int32)
-    return tl.sum(counts, axis=0)
+        counts += tl.where(magnitudes <= first, 1, 0)
+        counts += tl.where(magnitudes <= second, 1 << 10, 0)
+        counts += tl.where(magnitudes <= third, 1 << 20, 0)
+    return tl.sum(counts & 0x3FF, axis=0), tl.sum((counts >> 10) & 0x3FF, axis=0), tl.sum(counts >> 20, axis=0)
+
+
+@triton.jit
+def _least_with(logits, best, temperature, want, room, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The smallest magnitude that `want` are at most as large as, or one that no more than `room` are; how many are."""
+    low = want * 0
+    high = low + 0x7F800000
+    count = low + VOCAB
+    while (low < high) & (count > room):
+        quarter = (high - low) // 4
+        first = low + quarter
+        second = first + quarter
+        third = second + quarter
+        to_first, to_second, to_third = _counts(logits, best, temperature, first, second, third, VOCAB, BLOCK)
+        at_first = to_first >= want
+        at_second = to_second >= want
+        at_third = to_third >= want
+        beyond = tl.where(at_second, first, tl.where(at_third, second, third)) + 1
+        low = tl.where(at_first, low, beyond)
+        high = tl.where(at_first, first, tl.where(at_second, second, tl.where(at_third, third, high)))
+        count = tl.where(at_first, to_first, tl.where(at_second, to_second, tl.where(at_third, to_third, count)))
+    return high, count
 
 
 @triton.jit
@@ -81,22 +105,13 @@ def _gather_kernel(
     if WITH_MASS:
         _, mass = _mass(logits, best, temperature, 0x7F800000, 0.0, VOCAB, BLOCK)
         tl.store(masses + row, mass)
-    low = want * 0
-    high = low + 0x7F800000
-    count = low + VOCAB
-    while (low < high) & ((count > ROOM) | (count < want)):
-        middle = low + (high - low) // 2
-        found = _count(logits, best, temperature, middle, VOCAB, BLOCK)
-        enough = found >= want
-        count = tl.where(enough, found, count)
-        high = tl.where(enough, middle, high)
-        low = tl.where(enough, low, middle + 1)
+    most, count = _least_with(logits, best, temperature, want, ROOM, VOCAB, BLOCK)
     tl.store(counts + row, count)
     if count <= ROOM:
         candidates += row * ROOM
-        for start in range(0, VOCAB, BLOCK):
-            ids, magnitudes = _magnitudes(logits, best, temperature, start, VOCAB, BLOCK)
-            among = magnitudes <= high
+        for start in range(0, VOCAB, BLOCK // 2):  # fewer registers, so that two programs fit an SM
+            ids, magnitudes = _magnitudes(logits, best, temperature, start, VOCAB, BLOCK // 2)
+            among = magnitudes <= most
             places = tl.cumsum(among.to(tl.int32), axis=0) - 1
             keys = (magnitudes.to(tl.int64) << 32) | ids
             tl.store(candidates + places, keys, mask=among)
@@ -182,6 +197,20 @@ def _ties_up_to(mass, before, weight):
     return tl.maximum(1, tl.ceil((mass - before) / weight).to(tl.int64))
 
 
+@triton.jit
+def _tied(logits, best, temperature, magnitude, number, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The id of the `number`-th token, from 1 on, that has this magnitude."""
+    seen = number * 0
+    token = number * 0
+    for start in range(0, VOCAB, BLOCK):
+        ids, magnitudes = _magnitudes(logits, best, temperature, start, VOCAB, BLOCK)
+        tied = magnitudes == magnitude
+        rank = seen + tl.cumsum(tied.to(tl.int32), axis=0)
+        token += tl.sum(tl.where(tied & (rank == number), ids, 0), axis=0)
+        seen += tl.sum(tied.to(tl.int32), axis=0)
+    return token
+
+
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _wide_kernel(
     tokens, sums, kepts, wide, logits, rows, bests, temperatures, top_ks, top_ps, min_ps, uniforms,
@@ -196,13 +225,7 @@ def _wide_kernel(
         least = tl.load(min_ps + row)
         last = tl.load(wide + row) * 0 + 0x7F800000
         if BY_COUNT:
-            want = tl.load(top_ks + row)
-            low = last * 0
-            while low < last:
-                middle = low + (last - low) // 2
-                enough = _count(logits, best, temperature, middle, VOCAB, BLOCK) >= want
-                last = tl.where(enough, middle, last)
-                low = tl.where(enough, low, middle + 1)
+            last, _ = _least_with(logits, best, temperature, tl.load(top_ks + row).to(tl.int32), 0, VOCAB, BLOCK)
         _, total = _mass(logits, best, temperature, last, 0.0, VOCAB, BLOCK)
         limit = tl.load(top_ps + row) * total
         end, kept, before = _reach(logits, best, temperature, limit, last, least, VOCAB, BLOCK)
@@ -215,15 +238,7 @@ def _wide_kernel(
         target = tl.load(uniforms + row) * kept_sum
         at, _, before = _reach(logits, best, temperature, target, end, least, VOCAB, BLOCK)
         number = _ties_up_to(target, before, _weight(at))
-        seen = number * 0
-        token = number * 0
-        for start in range(0, VOCAB, BLOCK):
-            ids, magnitudes = _magnitudes(logits, best, temperature, start, VOCAB, BLOCK)
-            tied = magnitudes == at
-            rank = seen + tl.cumsum(tied.to(tl.int32), axis=0)
-            token += tl.sum(tl.where(tied & (rank == number), ids, 0), axis=0)
-            seen += tl.sum(tied.to(tl.int32), axis=0)
-        tl.store(tokens + row, token)
+        tl.store(tokens + row, _tied(logits, best, temperature, at, number, VOCAB, BLOCK))
 
 
 def choose_most_likely(
@@ -252,7 +267,7 @@ def choose_most_likely(
             WITH_MASS=not by_count, VOCAB=vocab, ROOM=room, BLOCK=_BLOCK, num_warps=16,
         )  # fmt: skip
         block = min(_ORDERED_AT_ONCE, room)
-        _order_kernel[(n, room // block)](ordered, candidates, counts, ROOM=room, BLOCK=block, num_warps=4)
+        _order_kernel[(n, room // block)](ordered, candidates, counts, ROOM=room, BLOCK=block, num_warps=8)
         _choose_kernel[(n,)](
             tokens, sums, kept, wide, ordered, counts, masses, wanted, *numbers,
             BY_COUNT=by_count, VOCAB=vocab, ROOM=room, num_warps=8,

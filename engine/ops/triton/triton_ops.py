@@ -16,10 +16,11 @@ from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
 from engine.ops.triton import probe_cache
 from engine.ops.triton.plan import Capacity, GroupPlan, Planner, StepPlan, most_splits
-from engine.sampling.kernels import SamplingKernels
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from engine.sampling.kernels import SamplingKernels
 
 
 class TritonOps:
