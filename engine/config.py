@@ -110,7 +110,8 @@ class ContinuousBatchingConfig:
     )
     cpu_offload_space: float | None = _field(
         0.0,
-        "GiB of host memory for blocks that leave the device. None: what cpu_offload_space_safety_threshold allows.",
+        "GiB of host memory for blocks that leave the device, where copies need a 64th of the cache, too. None: "
+        "what cpu_offload_space_safety_threshold allows.",
     )
     cpu_offload_space_safety_threshold: float = _field(
         0.8, "Share of the host's free memory, in [0, 1], that offloading may take; 0: no offloading."

@@ -211,7 +211,9 @@ def fit_measured(
     """
     budget = int(memory * _given(config.max_memory_percent, _defaults(facts).memory_percent))
     size = settings.kv_bytes_per_block
-    num_blocks = sizing.fit_blocks(config.num_blocks, None, settings.page_size, size, step, budget)
+    num_blocks = sizing.fit_blocks(
+        config.num_blocks, None, settings.page_size, size, step, budget, offloads=settings.host_slots > 0
+    )
     return dataclasses.replace(
         settings,
         num_blocks=num_blocks,
@@ -297,7 +299,8 @@ def _num_blocks(
             each = Layout(page_size, groups, step.tokens).need(0, facts.context_length)
             most = min(most, sizing.DEFAULT_REQUESTS * each)
     size = sizing.block_bytes(facts, groups, page_size)
-    return sizing.fit_blocks(config.num_blocks, most, page_size, size, step.bytes(facts), budget)
+    offloads = config.cpu_offload_space != 0
+    return sizing.fit_blocks(config.num_blocks, most, page_size, size, step.bytes(facts), budget, offloads=offloads)
 
 
 def _host_slots(config: ContinuousBatchingConfig, memory: int | None, block_bytes: int) -> int:
