@@ -138,7 +138,8 @@ class ContinuousBatchingConfig:
     disable_nccl_graph_mixing: bool = _field(
         True,
         "Where there are several processes: switch NCCL's support for mixing calls inside and outside of CUDA graphs "
-        "off, unless NCCL_GRAPH_MIXING_SUPPORT is set. Make the config before the model is loaded.",
+        "off, unless NCCL_GRAPH_MIXING_SUPPORT is set; steps that are not replayed then wait for those that are. Make "
+        "the config before the model is loaded.",
     )
     cpu_group_timeout: float | None = _field(
         300.0, "Seconds that one tensor parallel process waits for another, above 0; None: without limit."
