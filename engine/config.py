@@ -64,7 +64,7 @@ class ContinuousBatchingConfig:
         None,
         "Width of the block table of the kernel for decode-only steps, which steps with longer rows do not take; 0: "
         "such steps run as all others do. None: for the lengths of the workload hints, else for the model's context up "
-        "to 32768 tokens and 512 blocks, else 32; 0 where there is no such kernel.",
+        "to 32768 tokens and 512 blocks, less where memory is short, else 32; 0 where there is no such kernel.",
     )
     allow_block_sharing: bool = _field(True, "Requests with a common prefix share its blocks (prefix caching).")
     use_async_batching: bool | None = _field(

@@ -79,6 +79,16 @@ def default_requests(hinted: int, facts: ModelFacts, budget: int | None) -> int:
     return count if budget is None else max(1, min(count, budget // 8 // row_bytes(facts)))
 
 
+def default_decode_tokens(requests: int, facts: ModelFacts, budget: int | None) -> int | None:
+    """Tokens of a row for whose partial results, of all rows together, a 32nd of the budget has room.
+
+    Each 256 tokens have one float32 vector of every head, and two numbers more.
+    """
+    if budget is None:
+        return None
+    return max(1, budget * 256 // (32 * requests * facts.num_heads * (facts.head_dim + 2) * 4))
+
+
 def staging_blocks(num_blocks: int, host_slots: int) -> int:
     """Blocks of each staging place beside a cache of so many: a 64th of it in both together, at least one in each."""
     return max(1, min(host_slots, num_blocks // (64 * STAGINGS)))
