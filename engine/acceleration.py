@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FALLBACK_BLOCKS = 32  # of a request, where neither hints nor the model tell how long they get
-# Beyond these, longer rows run by the mixed path: a table's entries are copied to the device in every step, and a
-# kernel that splits contexts has a place for every split of every row.
+# Beyond these, longer rows run by the mixed path: a table's entries are copied to the device in every step.
 _MOST_TOKENS, _MOST_BLOCKS = 32768, 512
 _Q_PADDING, _KV_PADDING = 64, 16384
 # Mixed steps of more tokens hide what their launches cost, and each recorded shape takes time and memory.
@@ -39,6 +38,7 @@ class Capabilities:
         block_tables: a kernel for one-token rows that reads the cache through block tables, also of layers with a
             window. Without it decode-only steps of fixed shapes are possible, but worth it only where they are
             replayed, and not with windows.
+        splits: that kernel keeps partial results of every row and every 256 tokens of its table's width.
         mixed_graphs: a recorded mixed step serves others of its padded shape.
         flash: attention is FlashAttention.
         flash_package: which one, as `engine.ops.flash.loading.load` knows it; None: none.
@@ -47,6 +47,7 @@ class Capabilities:
 
     graphs: bool = False
     block_tables: bool = False
+    splits: bool = False
     mixed_graphs: bool = False
     flash: bool = False
     flash_package: str | None = None
@@ -57,7 +58,7 @@ class Capabilities:
         """With a flash kernel, else with the engine's Triton kernels, else with plain operations."""
         graphs = device_type == "cuda"
         if kernel is None:
-            return cls(graphs, block_tables=triton, mixed_graphs=triton)
+            return cls(graphs, block_tables=triton, splits=triton, mixed_graphs=triton)
         return cls(
             graphs,
             block_tables=True,
@@ -98,11 +99,25 @@ class Acceleration:
 
 
 def resolve_acceleration(
-    config: ContinuousBatchingConfig, facts: ModelFacts, hints: WorkloadHints, page_size: int, device: Capabilities
+    config: ContinuousBatchingConfig,
+    facts: ModelFacts,
+    hints: WorkloadHints,
+    page_size: int,
+    device: Capabilities,
+    most_tokens: int | None = None,
 ) -> Acceleration:
-    """Raises ValueError for a compile config with both a mode and options."""
+    """How steps run.
+
+    Args:
+        most_tokens: of a row in decode-only steps, where no one says how many there are; None: any number.
+
+    Raises:
+        ValueError: a compile config has both a mode and options.
+    """
     wanted = _wanted_graphs(config, facts, device)
-    max_blocks = _max_blocks_per_request(config, facts, hints, page_size, device.block_tables, wanted[1])
+    most_tokens = min(_MOST_TOKENS, most_tokens or _MOST_TOKENS)
+    fallback = _fallback_blocks(facts.context_length, page_size, device.block_tables, most_tokens)
+    max_blocks = _max_blocks_per_request(config, facts, hints, page_size, device.block_tables, wanted[1], fallback)
     mixed_compile = _mixed_compile(config, device)
     decode_compile = _decode_compile(config, max_blocks)
     is_asked = _asked_graphs(config) is not None
@@ -127,6 +142,7 @@ def _max_blocks_per_request(
     page_size: int,
     has_kernel: bool,
     replayed: bool,
+    fallback: int,
 ) -> int:
     asked = config.max_blocks_per_request
     if asked == 0:
@@ -151,16 +167,16 @@ def _max_blocks_per_request(
     if asked is not None:
         return asked
     if not (hints.max_prompt_length and hints.max_generated_length):
-        return _fallback_blocks(facts.context_length, page_size, has_kernel)
+        return fallback
     blocks = -(-(hints.max_prompt_length + hints.max_generated_length) // page_size) + 1
     return blocks + blocks % 2
 
 
-def _fallback_blocks(context_length: int | None, page_size: int, has_kernel: bool) -> int:
+def _fallback_blocks(context_length: int | None, page_size: int, has_kernel: bool, most_tokens: int) -> int:
     """For any request, within bounds. Without a kernel every row reads as many blocks as its table is wide."""
     if context_length is None:
         return _FALLBACK_BLOCKS
-    most = min(max(1, _MOST_TOKENS // page_size), _MOST_BLOCKS) if has_kernel else _FALLBACK_BLOCKS
+    most = min(max(1, most_tokens // page_size), _MOST_BLOCKS) if has_kernel else _FALLBACK_BLOCKS
     return min(-(-context_length // page_size), most)
 
 

@@ -92,6 +92,7 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
 
 
 def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
+    from engine.distributed.nccl import keep_graphs_apart
     from engine.distributed.sharding import tensor_parallel_mesh
     from engine.execution.model_runner import ModelRunner
     from engine.model.shadow import ParameterSource, make_shadow
@@ -100,4 +101,6 @@ def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
     source = ParameterSource(model, shadow)
     # Copies depend on the memory of each process, and change rounding.
     pack = tensor_parallel_mesh(model) is None
+    if not pack and settings.device_type == "cuda" and any(settings.graphs):
+        keep_graphs_apart(shadow)
     return ModelRunner(shadow, settings, source=source, pack=pack)

@@ -64,7 +64,7 @@ class ContinuousBatchingConfig:
         None,
         "Width of the block table of the kernel for decode-only steps, which steps with longer rows do not take; 0: "
         "such steps run as all others do. None: for the lengths of the workload hints, else for the model's context up "
-        "to 32768 tokens and 512 blocks, else 32; 0 where there is no such kernel.",
+        "to 32768 tokens and 512 blocks, less where memory is short, else 32; 0 where there is no such kernel.",
     )
     allow_block_sharing: bool = _field(True, "Requests with a common prefix share its blocks (prefix caching).")
     use_async_batching: bool | None = _field(
@@ -110,7 +110,8 @@ class ContinuousBatchingConfig:
     )
     cpu_offload_space: float | None = _field(
         0.0,
-        "GiB of host memory for blocks that leave the device. None: what cpu_offload_space_safety_threshold allows.",
+        "GiB of host memory for blocks that leave the device, where copies need a 64th of the cache, too. None: "
+        "what cpu_offload_space_safety_threshold allows.",
     )
     cpu_offload_space_safety_threshold: float = _field(
         0.8, "Share of the host's free memory, in [0, 1], that offloading may take; 0: no offloading."
@@ -137,7 +138,8 @@ class ContinuousBatchingConfig:
     disable_nccl_graph_mixing: bool = _field(
         True,
         "Where there are several processes: switch NCCL's support for mixing calls inside and outside of CUDA graphs "
-        "off, unless NCCL_GRAPH_MIXING_SUPPORT is set. Make the config before the model is loaded.",
+        "off, unless NCCL_GRAPH_MIXING_SUPPORT is set; steps that are not replayed then wait for those that are. Make "
+        "the config before the model is loaded.",
     )
     cpu_group_timeout: float | None = _field(
         300.0, "Seconds that one tensor parallel process waits for another, above 0; None: without limit."

@@ -159,7 +159,9 @@ def _replayed(settings: Settings, facts: ModelFacts, mixed: int, decode: int) ->
     is_mixed, is_decode = settings.graphs
     if not any(settings.graphs):
         return 0
+    from engine.execution.graphs import decode_sizes
+
     size = StepSize(settings.max_batch_tokens, settings.max_requests, settings.max_blocks_per_request, replayed=True)
-    recordings = is_mixed * _MIXED_RECORDINGS + is_decode * 4 * settings.max_requests.bit_length()
+    recordings = is_mixed * _MIXED_RECORDINGS + is_decode * len(decode_sizes(settings.max_requests))
     share = min(1.0, (settings.recorded_tokens or settings.max_batch_tokens) / settings.max_batch_tokens)
     return is_mixed * int(share * mixed) + is_decode * decode + recordings * _RECORDING + size.buffer_bytes(facts)

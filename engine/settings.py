@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from engine import sizing
-from engine.acceleration import Acceleration, Capabilities, CompileSettings, resolve_acceleration
+from engine.acceleration import Capabilities, CompileSettings, resolve_acceleration
 from engine.cache.groups import LayerGroup, plan_groups
 from engine.cache.layout import Layout
 from engine.config import ContinuousBatchingConfig, WorkloadHints
@@ -162,8 +162,12 @@ def resolve(
     groups = plan_groups(facts.windows)
     device = capabilities or Capabilities.of(facts.device_type)
     page_size = _given(config.page_size, -(-defaults.page_size // device.page_multiple) * device.page_multiple)
-    acceleration = resolve_acceleration(config, facts, hints, page_size, device)
-    step = _step_size(config, facts, hints, defaults, budget, acceleration)
+    tokens = config.max_batch_tokens or sizing.default_batch_tokens(defaults.max_batch_tokens, facts, budget)
+    requests = config.max_requests_per_batch or sizing.default_requests(hints.num_requests, facts, budget)
+    requests = min(requests, tokens)
+    most_tokens = sizing.default_decode_tokens(requests, facts, budget) if device.splits else None
+    acceleration = resolve_acceleration(config, facts, hints, page_size, device, most_tokens)
+    step = StepSize(tokens, requests, acceleration.max_blocks_per_request, replayed=any(acceleration.graphs))
     block_bytes = sizing.block_bytes(facts, groups, page_size)
     num_blocks = _num_blocks(config, facts, groups, page_size, step, budget)
     if facts.device_type == "cpu":
@@ -213,7 +217,9 @@ def fit_measured(
     """
     budget = int(memory * _given(config.max_memory_percent, _defaults(facts).memory_percent))
     size = settings.kv_bytes_per_block
-    num_blocks = sizing.fit_blocks(config.num_blocks, None, settings.page_size, size, step, budget)
+    num_blocks = sizing.fit_blocks(
+        config.num_blocks, None, settings.page_size, size, step, budget, offloads=settings.host_slots > 0
+    )
     return dataclasses.replace(
         settings,
         num_blocks=num_blocks,
@@ -262,24 +268,6 @@ def _on(value: bool) -> str:
     return "on" if value else "off"
 
 
-def _step_size(
-    config: ContinuousBatchingConfig,
-    facts: ModelFacts,
-    hints: WorkloadHints,
-    defaults: _DeviceDefaults,
-    budget: int | None,
-    acceleration: Acceleration,
-) -> StepSize:
-    tokens = config.max_batch_tokens or sizing.default_batch_tokens(defaults.max_batch_tokens, facts, budget)
-    requests = config.max_requests_per_batch or sizing.default_requests(hints.num_requests, facts, budget)
-    return StepSize(
-        tokens=tokens,
-        requests=min(requests, tokens),
-        max_blocks=acceleration.max_blocks_per_request,
-        replayed=any(acceleration.graphs),
-    )
-
-
 def _num_blocks(
     config: ContinuousBatchingConfig,
     facts: ModelFacts,
@@ -299,7 +287,8 @@ def _num_blocks(
             each = Layout(page_size, groups, step.tokens).need(0, facts.context_length)
             most = min(most, sizing.DEFAULT_REQUESTS * each)
     size = sizing.block_bytes(facts, groups, page_size)
-    return sizing.fit_blocks(config.num_blocks, most, page_size, size, step.bytes(facts), budget)
+    offloads = config.cpu_offload_space != 0
+    return sizing.fit_blocks(config.num_blocks, most, page_size, size, step.bytes(facts), budget, offloads=offloads)
 
 
 def _host_slots(config: ContinuousBatchingConfig, memory: int | None, block_bytes: int) -> int:

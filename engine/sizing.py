@@ -18,6 +18,7 @@ GIB = 1 << 30
 MIN_BATCH_TOKENS = 256
 DEFAULT_REQUESTS = 1024
 RESERVED_BLOCKS = 2  # the null block, which is never written, and the trash block, which padding writes to
+STAGINGS = 2  # places on the device where blocks are put together that go to the host or come from it
 MAX_HOST_BLOCKS = 65536  # each costs host memory for its bookkeeping from the start
 
 
@@ -78,16 +79,42 @@ def default_requests(hinted: int, facts: ModelFacts, budget: int | None) -> int:
     return count if budget is None else max(1, min(count, budget // 8 // row_bytes(facts)))
 
 
-def fit_blocks(wanted: int | None, most: int | None, page_size: int, size: int, step: int, budget: int) -> int:
+def default_decode_tokens(requests: int, facts: ModelFacts, budget: int | None) -> int | None:
+    """Tokens of a row for whose partial results, of all rows together, a 32nd of the budget has room.
+
+    Each 256 tokens have one float32 vector of every head, and two numbers more.
+    """
+    if budget is None:
+        return None
+    return max(1, budget * 256 // (32 * requests * facts.num_heads * (facts.head_dim + 2) * 4))
+
+
+def staging_blocks(num_blocks: int, host_slots: int) -> int:
+    """Blocks of each staging place beside a cache of so many: a 64th of it in both together, at least one in each."""
+    return max(1, min(host_slots, num_blocks // (64 * STAGINGS)))
+
+
+def fit_blocks(
+    wanted: int | None, most: int | None, page_size: int, size: int, step: int, budget: int, *, offloads: bool = False
+) -> int:
     """Blocks of `size` bytes that fit beside `step` bytes: as many as `wanted`, else all, but not more than `most`.
+
+    Args:
+        offloads: blocks may be kept on the host, so that there are staging places.
 
     Raises:
         MemoryError: not even one fits, or not `wanted`; the text has the numbers.
     """
-    fitting = (budget - step) // size - RESERVED_BLOCKS
+
+    def beside(blocks: int) -> int:
+        """Blocks that there are besides."""
+        return RESERVED_BLOCKS + (STAGINGS * staging_blocks(blocks + RESERVED_BLOCKS, blocks) if offloads else 0)
+
+    room = (budget - step) // size
+    fitting = room - beside(room)
     least = 1 if wanted is None else wanted
     if least > fitting:
-        needed = step + (least + RESERVED_BLOCKS) * size
+        needed = step + (least + beside(least)) * size
         raise MemoryError(
             f"{least} blocks of {page_size} tokens and the buffers of a step take {needed / GIB:.2f} GiB "
             f"({step / GIB:.2f} GiB for the buffers), {(needed - budget) / GIB:.2f} more than the budget of "

@@ -22,7 +22,7 @@ CPU = ModelFacts(4, 2, 4, 16, 2, 4096, 512, "cpu", (None,) * 4)
 CUDA = dataclasses.replace(CPU, device_type="cuda")
 PLAIN = Capabilities(graphs=True)
 KERNEL = Capabilities(graphs=True, block_tables=True)
-TRITON = Capabilities(graphs=True, block_tables=True, mixed_graphs=True)
+TRITON = Capabilities(graphs=True, block_tables=True, splits=True, mixed_graphs=True)
 FLASH = Capabilities(graphs=True, block_tables=True, flash=True)
 
 
@@ -56,6 +56,20 @@ class TestDecodeFastPath:
         facts = dataclasses.replace(CUDA, context_length=context)
         assert settle(facts, page_size=page).max_blocks_per_request == blocks
         assert settle(facts, PLAIN, page_size=page, use_cuda_graph=True).max_blocks_per_request == 32
+
+    def test_partial_results_of_a_kernel_that_splits_contexts_bound_it(self) -> None:
+        """To a 32nd of the memory: here 1.8 GiB, for 1024 rows of 32 heads of 128 numbers each 256 tokens."""
+        large = dataclasses.replace(CUDA, num_heads=32, head_dim=128, context_length=131_072)
+
+        def blocks(device: Capabilities, memory: int, **config: Any) -> int:
+            full = ContinuousBatchingConfig(**config)
+            return resolve(full, large, memory=memory << 30, capabilities=device).max_blocks_per_request
+
+        assert blocks(KERNEL, 64) == 128
+        assert blocks(TRITON, 64) == 64 * 0.9 * 2**30 // 32 // (1024 * 32 * 130 * 4) == 113
+        assert blocks(TRITON, 64, max_requests_per_batch=64) == 128
+        assert blocks(TRITON, 8) < 20
+        assert blocks(TRITON, 8, max_blocks_per_request=100) == 100
 
     @pytest.mark.parametrize(("prompt", "generated", "blocks"), [(10, 6, 2), (11, 6, 4), (32, 1, 4), (64, 16, 6)])
     def test_from_hints(self, prompt: int, generated: int, blocks: int) -> None:

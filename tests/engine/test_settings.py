@@ -16,6 +16,7 @@ from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.facts import ModelFacts
 from engine.memory import available_memory
 from engine.settings import Settings, describe, resolve
+from engine.sizing import RESERVED_BLOCKS, STAGINGS, staging_blocks
 
 GIB = 1 << 30
 SMALL = ModelFacts(30, 3, 9, 64, 2, 8192, 49152, "cpu", (None,) * 30)
@@ -155,6 +156,20 @@ class TestOffloading:
         found = resolve(ContinuousBatchingConfig(num_blocks=1000, cpu_offload_space=None), SMALL, memory=20 * GIB)
         taken = 1000 * found.kv_bytes_per_block
         assert 0.8 * (20 * GIB - taken) * 0.95 < found.host_slots * found.kv_bytes_per_block < 0.8 * (20 * GIB - taken)
+
+    @pytest.mark.parametrize("memory", [GIB, 20 * GIB, 80 * GIB])
+    def test_the_device_has_room_for_copies(self, memory: int) -> None:
+        """Beside the cache, which is smaller by so much; blocks that were asked for are checked with it."""
+
+        def blocks(**config: Any) -> int:
+            return resolve(ContinuousBatchingConfig(**config), ON_CUDA, memory=memory, host_memory=100 * GIB).num_blocks
+
+        plain, most = blocks(), blocks(cpu_offload_space=8.0)
+        taken = STAGINGS * staging_blocks(most + RESERVED_BLOCKS, 10**6)
+        assert most + taken <= plain <= most + plain // 64 + 2
+        assert blocks(cpu_offload_space=8.0, num_blocks=most) == most
+        with pytest.raises(MemoryError):
+            blocks(cpu_offload_space=8.0, num_blocks=plain)
 
     def test_less_than_a_block(self, caplog: pytest.LogCaptureFixture) -> None:
         assert self.slots(100, cpu_offload_space=1e-6) == 0

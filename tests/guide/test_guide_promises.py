@@ -21,7 +21,7 @@ from engine import GenerationOutput, RequestStatus
 from engine.execution import model_runner
 from engine.execution.kv_tensors import KVTensors, allocate
 from engine.request import Request
-from engine.sizing import RESERVED_BLOCKS
+from engine.sizing import RESERVED_BLOCKS, STAGINGS, staging_blocks
 from tests.architectures import ARCHITECTURES, WINDOW
 from tests.harness import NO_EOS, Stepper, collect, config, running, tokens
 from tests.models import build_tiny, ref, reference
@@ -185,7 +185,9 @@ def test_what_is_planned_is_what_the_tensors_take(
     tensors = [found for tensor in caches[0] if (found := tensor()) is not None]
     assert sum(tensor.nbytes for tensor in tensors) == (50 + RESERVED_BLOCKS) * settings.kv_bytes_per_block
     host: Any = stepper.core.runner._host  # type: ignore[attr-defined]
-    assert sum(tensor.nbytes for tensor in host._host) == settings.host_slots * settings.kv_bytes_per_block
+    assert sum(chunk.nbytes for chunk in host._chunks) == settings.host_slots * settings.kv_bytes_per_block
+    staging = STAGINGS * staging_blocks(50 + RESERVED_BLOCKS, settings.host_slots)
+    assert sum(each.blocks.nbytes for each in host._stagings) == staging * settings.kv_bytes_per_block
     assert 0.009 < settings.host_slots * settings.kv_bytes_per_block / 2**30 <= 0.01
 
 

@@ -21,10 +21,12 @@ from engine.distributed import joining
 from rayapp.child import Child
 from rayapp.config import ModelConfig
 from rayapp.engine_actor import EngineActor
+from rayapp.loading import Place, load_engine
 from rayapp.ranks import portable
 from tests.conftest import wait_limit
 from tests.serving import ROOT, wait_until
 
+GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 SLEEP = "import time; time.sleep(600)"
 
 
@@ -128,6 +130,28 @@ def test_a_process_is_declared_as_torchrun_would(monkeypatch: pytest.MonkeyPatch
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth0")
     joining.declare(1, 2, "cpu")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nccl_is_told_that_graphs_do_not_mix_before_the_ranks_connect(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", GRAPH_MIXING):
+        monkeypatch.setenv(name, "before")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    seen: list[str | None] = []
+
+    def connect(*arguments: Any) -> None:
+        seen.append(os.environ.get(GRAPH_MIXING))
+        raise ConnectionError("far enough")
+
+    monkeypatch.setattr(joining, "join_processes", connect)
+    config = ModelConfig(name="m", source="a/b", device="cpu", tensor_parallel_size=2)
+    monkeypatch.setattr("rayapp.models.resolve", lambda source: ROOT)
+    with pytest.raises(ConnectionError):
+        load_engine(config, Place(rank, 1))
+    assert seen == ["0"]
 
 
 def test_ranks_meet_where_no_other_host_can_reach_them() -> None:
