@@ -7,11 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 _LEAST_CAPABILITY = (8, 0)  # bfloat16 in the tensor cores
 _LEAST_VERSION = (3, 6)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the calling thread's device, which in a new thread is the first one whatever the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def probe(device: torch.device) -> str | None:
