@@ -11,6 +11,8 @@ from engine.ops.cpu.build import BuildError
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
 from engine.ops.flash.choice import FLASH
+from engine.ops.flash.fused import FlashTritonOps
+from engine.ops.flash.kernels import FlashKernel
 from engine.ops.flash.loading import load
 from engine.ops.flash.ops import FlashOps
 from engine.ops.interface import Ops
@@ -47,7 +49,7 @@ def make_ops(
     if attention not in ATTENTIONS:
         raise ValueError(f"attention implementation {attention!r} is not known; these are: {', '.join(ATTENTIONS)}")
     if flash_package is not None:
-        return FlashOps(load(flash_package), kv, groups)
+        return over_flash(load(flash_package), kv, groups)
     is_flash = attention in FLASH
     if not auto_switch and not is_flash:
         return _PLAIN[attention](kv, groups)
@@ -68,6 +70,19 @@ def make_ops(
     else:
         logger.info("attention: %s -> %s, which is faster", attention, name)
     return ops
+
+
+def over_flash(kernel: FlashKernel, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> Ops:
+    """Operations that attend by a flash kernel. Where Triton runs, its kernels do all else."""
+    try:
+        fused = FlashTritonOps(kernel, kv, groups)
+    except NotImplementedError as why:
+        plain = FlashOps(kernel, kv, groups)
+        plain.why_plain = f"it runs in {kernel.title} beside plain torch, since {why}"
+        logger.info("attention: %s beside plain torch: %s", kernel.title, why)
+        return plain
+    logger.info("attention: %s beside the engine's Triton kernels", kernel.title)
+    return fused
 
 
 def _fastest(kv: KVTensors, groups: Sequence[LayerGroup] | None) -> Ops:

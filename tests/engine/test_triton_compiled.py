@@ -22,6 +22,7 @@ OTHERS = {
     "_gate_kernel",
     "_rotary_kernel",
     "_write_kernel",
+    "_clear_kernel",
     "_gather_kernel",
     "_order_kernel",
     "_choose_kernel",

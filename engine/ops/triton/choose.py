@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.ops.triton import on_device
 from engine.ops.triton.tile import UNALIGNED
 from engine.sampling.processors import Choice
 from engine.sampling.scores import Scores
@@ -252,20 +253,21 @@ def choose_most_likely(
     sums, masses = torch.empty((2, n), dtype=torch.float64, device=device)
     counts, wide = torch.ones((2, n), dtype=torch.int32, device=device)
     by_count = top_k is not None
-    if room <= MOST_CANDIDATES:
-        candidates, ordered = torch.empty((2, n, room), dtype=torch.int64, device=device)
-        _gather_kernel[(n,)](
-            candidates, counts, masses, *source, wanted,
-            WITH_MASS=not by_count, VOCAB=vocab, ROOM=room, BLOCK=_BLOCK, num_warps=8,
+    with on_device(device):
+        if room <= MOST_CANDIDATES:
+            candidates, ordered = torch.empty((2, n, room), dtype=torch.int64, device=device)
+            _gather_kernel[(n,)](
+                candidates, counts, masses, *source, wanted,
+                WITH_MASS=not by_count, VOCAB=vocab, ROOM=room, BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
+            block = min(_ORDERED_AT_ONCE, room)
+            _order_kernel[(n, room // block)](ordered, candidates, counts, ROOM=room, BLOCK=block, num_warps=4)
+            _choose_kernel[(n,)](
+                tokens, sums, kept, wide, ordered, counts, masses, wanted, *numbers,
+                BY_COUNT=by_count, VOCAB=vocab, ROOM=room, num_warps=8,
+            )  # fmt: skip
+        _wide_kernel[(n,)](
+            tokens, sums, kept, wide, *source, wanted, *numbers,
+            BY_COUNT=by_count, VOCAB=vocab, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
-        block = min(_ORDERED_AT_ONCE, room)
-        _order_kernel[(n, room // block)](ordered, candidates, counts, ROOM=room, BLOCK=block, num_warps=4)
-        _choose_kernel[(n,)](
-            tokens, sums, kept, wide, ordered, counts, masses, wanted, *numbers,
-            BY_COUNT=by_count, VOCAB=vocab, ROOM=room, num_warps=8,
-        )  # fmt: skip
-    _wide_kernel[(n,)](
-        tokens, sums, kept, wide, *source, wanted, *numbers,
-        BY_COUNT=by_count, VOCAB=vocab, BLOCK=_BLOCK, num_warps=8,
-    )  # fmt: skip
     return Choice(tokens, sums.log(), kept)

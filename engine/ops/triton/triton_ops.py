@@ -7,15 +7,15 @@ it. Knows nothing of requests or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
-from engine.ops.triton import probe
-from engine.ops.triton.plan import Capacity, GroupPlan, Planner, StepPlan, most_splits
+from engine.ops.triton import on_device, probe
+from engine.ops.triton.plan import Capacity, Planner, StepPlan, most_splits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,7 @@ class TritonOps:
         NotImplementedError: the kernels do not run here, or not on such a cache; the text says why.
     """
 
-    supports_graphs = (True, True)
+    supports_graphs: tuple[bool, bool] = (True, True)
 
     def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
         if (why := probe(kv.device)) is not None:
@@ -105,7 +105,9 @@ class TritonOps:
         group, tensor = self._places[layer]
         part = plan.groups[group]
         if part.paged:
-            self._write(_inner(key), _inner(value), self._kv.keys[tensor], self._kv.values[tensor], part)
+            with on_device(self._kv.device):
+                self._before_writing(group, tensor, part)
+                self._write(_inner(key), _inner(value), self._kv.keys[tensor], self._kv.values[tensor], part)
 
     def attend(
         self,
@@ -123,7 +125,8 @@ class TritonOps:
         keys, values = self._kv.keys[tensor], self._kv.values[tensor]
         if not plan.groups[group].paged:
             keys, values = key.to(keys.dtype).contiguous(), value.to(keys.dtype).contiguous()
-        return self._attend(group, _inner(query), keys, values, plan.groups, (scaling, softcap), sinks)
+        with on_device(self._kv.device):
+            return self._attend(group, _inner(query), keys, values, plan.groups, (scaling, softcap), sinks)
 
     def rotate_and_attend(
         self,
@@ -131,14 +134,14 @@ class TritonOps:
         projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         positions: torch.Tensor,
         table: torch.Tensor,
-        groups: Sequence[GroupPlan],
+        groups: Sequence[Any],
         *,
         norms: tuple[torch.Tensor, torch.Tensor] | None,
         epsilon: float,
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Norms, rotates, writes K and V and attends, for models that run fused.
+        """Norms, rotates, writes K and V and attends, for models that run fused; the device is the current one.
 
         Args:
             projected: query [tokens, heads * dim], key and value [tokens, kv_heads * dim], the last dimension
@@ -149,8 +152,12 @@ class TritonOps:
         """
         group, tensor = self._places[layer]
         cache = self._kv.keys[tensor], self._kv.values[tensor]
+        self._before_writing(group, tensor, groups[group])
         rotated = self._rotate_and_write(*projected, positions, table, cache, groups[group], norms, epsilon)
         return self._attend(group, *rotated, groups, (scaling, softcap), None)
+
+    def _before_writing(self, group: int, tensor: int, part: Any) -> None:
+        """Called once for each layer of a step."""
 
     def _attend(
         self,
@@ -158,7 +165,7 @@ class TritonOps:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        groups: Sequence[GroupPlan],
+        groups: Sequence[Any],
         scores: tuple[float | None, float | None],
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
