@@ -7,6 +7,7 @@ the next `refresh` on, as does what is written into norms. Knows nothing of requ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from engine.ops.triton import on_device
 
 if TYPE_CHECKING:
     from engine.ops.triton.triton_ops import TritonOps
+
+logger = logging.getLogger(__name__)
 
 _FEW = 16  # positions
 
@@ -137,7 +140,11 @@ class GpuDecoder:
         return out.flatten(1)
 
     def _make_products(self, layer: Layer, moved: set[int] | None) -> _Products:
-        products = _Products.of(layer, moved)
+        try:
+            products = _Products.of(layer, moved)
+        except torch.OutOfMemoryError:
+            logger.info("the projections of a layer stay apart: there is no memory to put them together in")
+            products = _Products.of(layer, None)
         if moved and self.device.type == "cuda":
             torch.cuda.empty_cache()  # where the parameters were: the next layer's would not fit there
         return products

@@ -57,8 +57,9 @@ def make_ops(
     try:
         ops = _fastest(kv, groups)
     except (BuildError, NotImplementedError) as error:
-        # A missing compiler costs much speed and can be helped.
-        level = logging.WARNING if is_flash or isinstance(error, BuildError) else logging.INFO
+        # A missing compiler costs much speed and can be helped; on a GPU so does whatever is missing.
+        costs_much = isinstance(error, BuildError) or kv.device.type == "cuda"
+        level = logging.WARNING if is_flash or costs_much else logging.INFO
         kept = f"{attention} -> sdpa, since {missing}" if is_flash else f"{attention}, unchanged"
         logger.log(level, "attention: %s: %s", kept, error)
         plain = _PLAIN.get(attention, TorchOps)(kv, groups)

@@ -52,6 +52,10 @@ def test_a_model_of_others_is_left_alone(interpreted: Run) -> None:
     interpreted(cases.left_alone)
 
 
+def test_without_memory_for_one_matrix_there_are_several(interpreted: Run) -> None:
+    interpreted(cases.without_room)
+
+
 @pytest.mark.parametrize(
     ("way", "own", "recorded"),
     [

@@ -91,6 +91,18 @@ def left_alone() -> None:
     assert before == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
+def without_room() -> None:
+    """A model that is the engine's, where its matrices do not fit beside what they are made of."""
+
+    def full(parameters: Any) -> Any:
+        raise torch.OutOfMemoryError("no")
+
+    model = build_tiny(num_hidden_layers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.model.products._one_below_another", full)
+        assert _error(_rows(model, own=True), model) < 1e-3
+
+
 def _bytes(model: nn.Module) -> int:
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.parameters()}
     return sum(storages.values())
