@@ -122,14 +122,14 @@ def replayed_steps(package: str, mixed: bool) -> tuple[int, float]:
     return sum(count > 1 for count in backend.replays), error
 
 
-def cleared() -> None:
+def cleared(device: torch.device | str = "cpu") -> None:
     """Blocks that are named, whole, in every tensor; the numbers behind the count mean nothing."""
     from engine.ops.triton.clear import BlockClearer
 
-    kv = allocate(2, 5, 3, 32, 48, torch.float16)
+    kv = allocate(2, 5, 3, 32, 48, torch.float16, device)
     tensors = [*kv.keys, *kv.values]
     for tensor in tensors:
         tensor.fill_(float("nan"))
-    BlockClearer(tensors)(torch.tensor([2, 5, 3, 1, 0], dtype=torch.int32))
+    BlockClearer(tensors)(torch.tensor([2, 5, 3, 1, 0], dtype=torch.int32, device=device))
     for tensor in tensors:
         assert not tensor[[3, 5]].any() and tensor[[0, 1, 2, 4]].isnan().all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.ops.triton import probe
-from tests.engine import triton_attention, triton_sampling
+from tests.engine import triton_attention, triton_flash, triton_sampling
 from tests.engine.triton_attention import Step
 from tests.gpu.device import DEVICE, IS_THERE, on_device
 
@@ -86,3 +86,7 @@ def test_choices_are_those_of_the_processors(vocab: int, top_k: int | None, top_
     found = triton_sampling.compare(vocab, top_k, top_p, min_p, device=DEVICE)
     assert found.own == found.expected and found.kept == found.expected_kept
     assert found.difference < 1e-5
+
+
+def test_blocks_are_cleared() -> None:
+    triton_flash.cleared(DEVICE)
