@@ -104,7 +104,9 @@ def _run(moves: Sequence[_Move]) -> None:
 
 
 def _one_below_another(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Memory for tensors [rows, ...], of the same dtype and width, as parts of one."""
+    """Memory for tensors [rows, ...], of the same dtype and width, as parts of one; their own, if they lie so."""
+    if _joined(parameters) is not None:
+        return [parameter.detach() for parameter in parameters]
     first, rows = parameters[0], [len(parameter) for parameter in parameters]
     with torch.inference_mode(False):
         whole = torch.empty(sum(rows), *first.shape[1:], dtype=first.dtype, device=first.device)

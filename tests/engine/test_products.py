@@ -47,6 +47,18 @@ def test_owned_parameters_become_views_of_one_matrix(bias: bool) -> None:
     assert all(map(torch.equal, before, after)) and all(type(each) is nn.Parameter for each in after)
 
 
+def test_a_second_engine_computes_with_the_same_matrix() -> None:
+    layers = linears(8, 4, 4, bias=True)
+    products = [Product(*rows(*layers), moved=set())]
+    at = [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]
+    products.append(Product(*rows(*layers), moved=set()))
+    assert at == [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]
+    for layer in layers:
+        layer.weight.neg_()
+    for product in products:
+        check(product, layers)
+
+
 def test_parameters_of_others_stay_where_they_are() -> None:
     layers = linears(8, 4, 4, bias=True)
     before = [parameter.data_ptr() for layer in layers for parameter in layer.parameters()]

@@ -61,7 +61,7 @@ def test_without_memory_for_one_matrix_there_are_several(interpreted: Run) -> No
     [
         ("in place", True, True),
         ("new data", True, True),
-        ("assigned", True, False),
+        pytest.param("assigned", True, False, marks=slow),
         ("new data", False, False),
         pytest.param("in place", True, False, marks=slow),
         pytest.param("in place", False, True, marks=slow),

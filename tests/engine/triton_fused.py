@@ -246,6 +246,9 @@ def launched_on() -> set[bool]:
             patch.setattr(module, "on_device", entered)
         patch.setattr(InterpretedFunction, "run", seen)
         with on_triton():
-            for model in (build_tiny(num_hidden_layers=2), build("gpt_neox", num_key_value_heads=4)):
+            for model in (
+                build_tiny(num_hidden_layers=1),
+                build("gpt_neox", num_key_value_heads=4, num_hidden_layers=1),
+            ):
                 run(model, [[5, 6, 7]], 2, do_sample=True, top_k=5, seed=1)
     return found
