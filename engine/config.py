@@ -125,7 +125,7 @@ class ContinuousBatchingConfig:
     release_weights: bool = _field(
         False,
         "The model is the engine's alone: where packed copies of its weights are computed with, the weights themselves "
-        "are given up, and cannot be changed or used any more.",
+        "are given up, and cannot be changed or used any more. On a GPU they are moved together instead, and stay.",
     )
     per_request_processors: bool = _field(
         False, "Requests may bring their own sampling arguments: temperature, top_p, penalties, logit_bias, ..."

@@ -9,11 +9,11 @@ import torch
 
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
+from engine.ops.choose import over_flash
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
 from engine.ops.flash.kernels import FlashKernel, NotUsableError
 from engine.ops.flash.loading import SOURCES
-from engine.ops.flash.ops import FlashOps
 from engine.ops.interface import Ops
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton import probe as probe_triton
@@ -73,6 +73,6 @@ def _flash_backend(kernel: FlashKernel) -> Backend:
     lacks = ({"window", "softcap"} - kernel.features) | {"float32"}
 
     def make(kv: KVTensors, groups: Sequence[LayerGroup]) -> Ops:
-        return FlashOps(kernel, kv, groups)
+        return over_flash(kernel, kv, groups)
 
     return Backend(kernel.package, make, kernel.page_multiple, frozenset(lacks))

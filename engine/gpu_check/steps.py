@@ -80,6 +80,7 @@ class SteppedEngine:
             use_async_batching=variant.overlap and bench.is_cuda,
             allow_block_sharing=False,
             safety_margin=0.0,
+            release_weights=bench.is_cuda,  # as in serving; there the model stays of use to the next engine
         )
         greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
         self.core = init_continuous_batching(model, greedy, config)._build()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from engine.model.families import NotFusedError
@@ -19,6 +20,8 @@ from engine.ops.triton.triton_ops import TritonOps
 from engine.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+_GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | GpuDecoder | None:
@@ -44,7 +47,7 @@ def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | GpuDe
                 f"does not: {reason}"
             ) from None
         if settings.release_weights:
-            logger.info("release_weights=True has no effect: there are no packed copies of the model's weights")
+            logger.info("release_weights=True has no effect: the model computes with its weights as they are")
         logger.info("model: runs by transformers' own forward: %s", reason)
         return None
     logger.info("model: runs fused, as %s", fused.family)
@@ -66,7 +69,5 @@ def _on_cpu(model: nn.Module, ops: CpuOps, settings: Settings) -> FusedDecoder:
 def _on_gpu(model: nn.Module, ops: TritonOps, settings: Settings) -> GpuDecoder:
     if settings.weight_quantization is not None:
         raise NotFusedError("the kernels for 8 bits are for CPU")
-    fused = GpuDecoder(describe(model), ops, settings.context_length)
-    if settings.release_weights:
-        logger.info("release_weights=True has no effect: there are no packed copies of the model's weights")
-    return fused
+    decoder = describe(model, _GPU_DTYPES)
+    return GpuDecoder(decoder, ops, settings.context_length, own=settings.release_weights)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -55,11 +55,10 @@ _FIELDS = """
     embd_pdrop use_bidirectional_attention
 """
 _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "_is_hf_initialized"})
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def describe(model: nn.Module) -> Decoder:
-    """What a model computes, if it is one of the known decoders, whole, on one device, in float32 or bfloat16.
+def describe(model: nn.Module, dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16)) -> Decoder:
+    """What a model computes, if it is one of the known decoders, whole, on one device, in one of `dtypes`.
 
     Raises:
         NotFusedError: it is not.
@@ -68,7 +67,7 @@ def describe(model: nn.Module) -> Decoder:
     family = FAMILIES.get(name)
     if family is None:
         raise NotFusedError(f"{type(model).__name__} is not among the decoders that are known")
-    _check_parameters(model)
+    _check_parameters(model, dtypes)
     config: Any = model.config
     return _Reader(name, family, getattr(config, "rms_norm_eps", None)).decoder(model)
 
@@ -246,13 +245,13 @@ def _is_changed(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(hooks) or not written_here
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, known: Sequence[torch.dtype]) -> None:
     if tensor_parallel_mesh(model) is not None:
         raise NotFusedError("the model is shared with other processes")
     if nn.modules.module._has_any_global_hook():
         raise NotFusedError("there are hooks on all modules")
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) != 1 or not dtypes.issubset(_DTYPES):
+    if len(dtypes) != 1 or not dtypes.issubset(known):
         raise NotFusedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}")
     for parameter in model.parameters():
         is_known = type(parameter) is nn.Parameter and parameter.device.type in ("cpu", "cuda")

@@ -11,6 +11,8 @@ from engine.ops.cpu.build import BuildError
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
 from engine.ops.flash.choice import FLASH
+from engine.ops.flash.fused import FlashTritonOps
+from engine.ops.flash.kernels import FlashKernel
 from engine.ops.flash.loading import load
 from engine.ops.flash.ops import FlashOps
 from engine.ops.interface import Ops
@@ -47,7 +49,7 @@ def make_ops(
     if attention not in ATTENTIONS:
         raise ValueError(f"attention implementation {attention!r} is not known; these are: {', '.join(ATTENTIONS)}")
     if flash_package is not None:
-        return FlashOps(load(flash_package), kv, groups)
+        return over_flash(load(flash_package), kv, groups)
     is_flash = attention in FLASH
     if not auto_switch and not is_flash:
         return _PLAIN[attention](kv, groups)
@@ -55,8 +57,9 @@ def make_ops(
     try:
         ops = _fastest(kv, groups)
     except (BuildError, NotImplementedError) as error:
-        # A missing compiler costs much speed and can be helped.
-        level = logging.WARNING if is_flash or isinstance(error, BuildError) else logging.INFO
+        # A missing compiler costs much speed and can be helped; on a GPU so does whatever is missing.
+        costs_much = isinstance(error, BuildError) or kv.device.type == "cuda"
+        level = logging.WARNING if is_flash or costs_much else logging.INFO
         kept = f"{attention} -> sdpa, since {missing}" if is_flash else f"{attention}, unchanged"
         logger.log(level, "attention: %s: %s", kept, error)
         plain = _PLAIN.get(attention, TorchOps)(kv, groups)
@@ -68,6 +71,19 @@ def make_ops(
     else:
         logger.info("attention: %s -> %s, which is faster", attention, name)
     return ops
+
+
+def over_flash(kernel: FlashKernel, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> Ops:
+    """Operations that attend by a flash kernel. Where Triton runs, its kernels do all else."""
+    try:
+        fused = FlashTritonOps(kernel, kv, groups)
+    except NotImplementedError as why:
+        plain = FlashOps(kernel, kv, groups)
+        plain.why_plain = f"it runs in {kernel.title} beside plain torch, since {why}"
+        logger.info("attention: %s beside plain torch: %s", kernel.title, why)
+        return plain
+    logger.info("attention: %s beside the engine's Triton kernels", kernel.title)
+    return fused
 
 
 def _fastest(kv: KVTensors, groups: Sequence[LayerGroup] | None) -> Ops:

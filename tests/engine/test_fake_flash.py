@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engine import fake_flash
-from tests.engine.fake_flash import RefusedError
+from tests.engine.fake_flash_kernel import RefusedError
 
 FA2, FA3, TORCH = fake_flash.flash_attn(), fake_flash.flash_attn_interface(), fake_flash.torch_varlen()
 PAGE, BLOCKS, HEADS, KV_HEADS, DIM = 256, 4, 4, 2, 16

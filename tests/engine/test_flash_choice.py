@@ -267,11 +267,17 @@ def test_settings_follow_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.flash_package, settings.page_size) == ("flash-attn-3", 32)
 
 
-def test_operations_are_those_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_those_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="engine")
     fake_flash.install(monkeypatch, FA2())
     kv = allocate(1, 4, 1, 256, 8, torch.bfloat16)
     ops = make_ops(kv, flash_package="flash-attn")
-    assert type(ops) is FlashOps and ops.why_plain == "it runs in FlashAttention 2 (flash-attn 2.8.3)"
+    assert type(ops) is FlashOps
+    title = "FlashAttention 2 (flash-attn 2.8.3)"
+    assert ops.why_plain == f"it runs in {title} beside plain torch, since Triton has no kernels for CPU"
+    assert f"attention: {title} beside plain torch: Triton has no kernels for CPU" in caplog.text
     fake_flash.install(monkeypatch)
     with pytest.raises(NotUsableError, match="is not installed"):
         make_ops(kv, flash_package="flash-attn")

@@ -113,8 +113,23 @@ def test_chunks_and_decode_steps(package: Counted, model: PreTrainedModel) -> No
     if package.module.__name__ == "flash_attn":
         by_both = dict(package.calls)
         assert by_both["flash_attn_with_kvcache"] > 2 and by_both["flash_attn_varlen_func"] > 2
+        package.calls.clear()
         check_tokens(model, prompts[:2], **PAGES, max_batch_tokens=200, max_blocks_per_request=0)
-        assert package.calls["flash_attn_with_kvcache"] == by_both["flash_attn_with_kvcache"] + 1  # when it was tried
+        assert package.calls["flash_attn_with_kvcache"] > package.calls["flash_attn_varlen_func"] > 2
+
+
+def test_rows_of_one_token_are_apart_from_the_others(model: PreTrainedModel) -> None:
+    """Where a kernel splits long contexts only in steps that have no other rows, in calls of their own."""
+    counted = Counted(fake_flash.flash_attn())
+    kernel = FlashAttention2(counted.module, "flash-attn", "FlashAttention 2")
+    rows = Rows(make_runner(model, ops=lambda kv: FlashOps(kernel, kv), page_size=256), 512, [20, 9, 33])
+    calls = []
+    for counts in ({0: 20, 1: 9}, {0: 1, 1: 1, 2: 33}, {0: 1, 1: 1, 2: 1}):
+        counted.calls.clear()
+        rows.step(counts)
+        calls.append(tuple(counted.calls.get(f"flash_attn_{name}", 0) for name in ("varlen_func", "with_kvcache")))
+    layers = model.config.num_hidden_layers
+    assert calls == [(layers, 0), (layers, layers), (0, layers)]
 
 
 def test_varlen_attn(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:

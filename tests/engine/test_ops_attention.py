@@ -13,6 +13,7 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors, allocate
 from engine.ops.cpu.cpu_ops import CpuOps
 from engine.ops.eager_ops import EagerOps
+from engine.ops.flash.fused import FlashTritonOps
 from engine.ops.flash.ops import FlashOps
 from engine.ops.interface import Ops
 from engine.ops.torch_ops import TorchOps
@@ -89,7 +90,11 @@ class Sequences:
         packed = isinstance(self.ops, CpuOps)
         for index, block in enumerate(table[: first // self.page + 1]):
             is_seen = index == first // self.page
-            if block and first > index * self.page and not (is_seen and isinstance(self.ops, FlashOps)):
+            if (
+                block
+                and first > index * self.page
+                and not (is_seen and isinstance(self.ops, FlashOps | FlashTritonOps))
+            ):
                 spoiled = slice(0, first - index * self.page)
                 spoil(self.kv.keys[0], self.kv.values[0], block, spoiled, packed=packed)
         behind = table[: first // self.page]

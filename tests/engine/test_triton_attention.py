@@ -165,3 +165,10 @@ def test_where_the_kernels_cannot_run_they_say_why(interpreted: Run) -> None:
         "there is no Triton kernel for torch.float64",
         "the Triton kernels are for heads of up to 256, not 512",
     ]
+
+
+def test_what_fails_at_the_first_launch_is_found_before(interpreted: Run) -> None:
+    assert interpreted(cases.failing) == [
+        "Triton was tried and failed: division by zero",
+        "Triton was tried and gave other numbers than torch",
+    ]

@@ -26,6 +26,7 @@ OTHERS = {
     "_best_kernel",
     "_sum_kernel",
     "_draw_kernel",
+    "_clear_kernel",
     "_gather_kernel",
     "_order_kernel",
     "_choose_kernel",

@@ -15,7 +15,6 @@ from tests.engine.triton_processes import Run
 slow = pytest.mark.slow
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3}
 QUICK = ("qwen3", "gemma2")
-UNFUSED = ("long rope",)  # its frequencies change with the context
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -57,4 +56,4 @@ def test_heads_on_their_way_into_the_cache(
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=slow) for name in FUSED])
 def test_models_have_their_own_logits(interpreted: Run, name: str) -> None:
-    assert interpreted(cases.run_model, name) == (name not in UNFUSED)
+    assert interpreted(cases.run_model, name)

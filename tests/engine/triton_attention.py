@@ -12,6 +12,7 @@ import torch
 from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import allocate
 from engine.execution.staging import Staging, to_device
+from engine.ops import triton
 from engine.ops.interface import PackedRows
 from engine.ops.triton import probe
 from engine.ops.triton.triton_ops import TritonOps
@@ -199,6 +200,18 @@ def unusable() -> list[str | None]:
             said.append("nothing")
         except NotImplementedError as error:
             said.append(str(error))
+    return said
+
+
+def failing() -> list[str | None]:
+    """What is said where the first kernel cannot be built, or gives other numbers."""
+    said = []
+    for kernel in (lambda *given: 1 / 0, lambda x, *given: x):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("engine.ops.triton.norms.rms_norm", kernel)
+            triton._try_out.cache_clear()
+            said.append(probe(torch.device("cpu")))
+    triton._try_out.cache_clear()
     return said
 
 

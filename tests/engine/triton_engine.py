@@ -22,10 +22,10 @@ _SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 20, "top_p": 0.9, "tempe
 
 
 @contextmanager
-def on_triton() -> Iterator[None]:
-    """Engines take the Triton kernels for the CPU."""
+def on_triton(make: Callable[..., TritonOps] = TritonOps) -> Iterator[None]:
+    """Engines take these operations for the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.execution.model_runner.make_ops", lambda kv, groups, **options: TritonOps(kv, groups))
+        patch.setattr("engine.execution.model_runner.make_ops", lambda kv, groups, **options: make(kv, groups))
         yield
 
 

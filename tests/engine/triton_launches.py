@@ -42,7 +42,8 @@ def attention(
 
 
 def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, vocab: int) -> list[Used]:
-    """What norms, gates, rotation, the cache write and sampling of a model use."""
+    """What norms, gates, rotation, the cache write, clearing of blocks and sampling of a model use."""
+    from engine.ops.triton.clear import BlockClearer
     from engine.ops.triton.gate import gated
     from engine.ops.triton.norms import add_norm, rms_norm
     from engine.ops.triton.rotary import rotate_and_write
@@ -52,7 +53,8 @@ def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, 
 
     plan = make_plan(16, None)
     cache = torch.zeros(60, kv_heads, 16, dim, dtype=dtype), torch.zeros(60, kv_heads, 16, dim, dtype=dtype)
-    query, key = torch.zeros(32, heads * dim, dtype=dtype), torch.zeros(32, kv_heads * dim, dtype=dtype)
+    projected = torch.zeros(32, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    query, key, value = projected.split((heads * dim, kv_heads * dim, kv_heads * dim), dim=1)
     x, weight, table = torch.zeros(32, width, dtype=dtype), torch.zeros(width), torch.zeros(700, 2, dim // 2)
     norms = torch.zeros(dim), torch.zeros(dim)
     logits = torch.zeros(2, vocab, dtype=dtype)
@@ -63,8 +65,9 @@ def others(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, width: int, 
         rms_norm(x, weight, 1e-6)
         add_norm(x, x, weight, 1e-6, weight)
         gated(x, x, "silu")
-        rotate_and_write(query, key, key, torch.arange(32), table, cache, plan, norms, 1e-6)
-        write(key.view(32, kv_heads, dim).transpose(0, 1), key.view(32, kv_heads, dim).transpose(0, 1), *cache, plan)
+        rotate_and_write(query, key, value, torch.arange(32), table, cache, plan, norms, 1e-6)
+        write(*(part.unflatten(1, (kv_heads, dim)).transpose(0, 1) for part in (key, value)), *cache, plan)
+        BlockClearer(cache)(torch.zeros(9, dtype=torch.int32)[4:])
         find_best(logits)
         choose_in_vocabulary_order(scores, *numbers[1:])
         choose_most_likely(scores, torch.tensor([50, 20]), 50, *numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,8 +49,6 @@ def in_its_dtype(model: PreTrainedModel, chosen: Backend) -> PreTrainedModel:
     """The model, in bfloat16 where the attention does not compute float32."""
     if "float32" not in chosen.lacks:
         return model
-    import copy
-
     return copy.deepcopy(model).to(torch.bfloat16)
 
 
@@ -128,6 +127,24 @@ def test_preempted_requests_come_back_from_the_host(model: PreTrainedModel, over
         assert scheduler.num_preemptions > 0, "nothing was preempted, so this shows nothing"
         assert manager.settings.host_slots > 0
     check(model, own, prompts, 60)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_what_is_written_into_an_owned_model_counts(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Its parameters are views of the matrices that recorded steps read."""
+    _use(monkeypatch, backend("triton"))
+    owned, other = copy.deepcopy(model), build_tiny(seed=1).to(DEVICE)
+    prompts = [tokens(1, length) for length in (5, 40)]
+    steps: dict[str, Any] = {"use_cuda_graph": (graphs, graphs), "max_blocks_per_request": 12}
+    with running(owned, page_size=16, release_weights=True, **steps) as manager:
+        check(model, generate(manager, prompts, 12), prompts, 12)
+        with manager.pause():
+            owned.load_state_dict(other.state_dict())
+        check(other, generate(manager, prompts, 12), prompts, 12)
+    mlp = owned.model.layers[0].mlp
+    assert len({part.weight.untyped_storage().data_ptr() for part in (mlp.gate_proj, mlp.up_proj)}) == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])

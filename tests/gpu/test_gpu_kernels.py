@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.ops.triton import probe
-from tests.engine import triton_attention
+from tests.engine import triton_attention, triton_flash
 from tests.engine.triton_attention import Step
 from tests.gpu.device import DEVICE, IS_THERE, on_device
 
@@ -74,3 +74,7 @@ def test_a_recorded_plan_serves_later_steps_bit_by_bit(kind: str, window: int | 
     if kind == "mixed":
         steps = [Step([9, 5, 20], [1, 1, 12]), Step([300, 0], [1, 13]), Step([280], [14]), Step([0], [14])]
     assert all(triton_attention.replayed(steps, kind, window, DEVICE))
+
+
+def test_blocks_are_cleared() -> None:
+    triton_flash.cleared(DEVICE)

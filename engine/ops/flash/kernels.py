@@ -7,7 +7,7 @@ parameters of its functions. Knows no blocks' owners and no layers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -77,6 +77,7 @@ class FlashKernel(Protocol):
         title: names it in the log.
         page_multiple: pages must be a multiple of so many tokens.
         mixed_graphs: a recorded call serves later steps whose rows have other numbers of tokens.
+        rows_apart: contexts of one-token rows are split between programs only in steps that have no other rows.
         features: of "window", "softcap", "sinks" and "float16" those that it computes.
         most_head_dim: no head may be larger.
     """
@@ -86,6 +87,7 @@ class FlashKernel(Protocol):
     title: str
     page_multiple: int
     mixed_graphs: bool
+    rows_apart: bool
     features: frozenset[str]
     most_head_dim: int
 
@@ -112,6 +114,24 @@ class FlashKernel(Protocol):
             NotImplementedError: it lacks a feature.
         """
         ...
+
+
+def attend_rows(
+    kernel: FlashKernel,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: Sequence[FlashRows],
+    window: int | None,
+    rule: Scores,
+) -> torch.Tensor:
+    """`FlashKernel.attend` of a step's rows: all at once, or one-token rows, which lie first, apart from the others."""
+    if len(rows) == 1:
+        return kernel.attend(query, keys, values, rows[0], window, rule)
+    first = len(rows[0].lengths)
+    queries = query[:first], query[first:]
+    pairs = zip(queries, rows, strict=True)
+    return torch.cat([kernel.attend(part, keys, values, own, window, rule) for part, own in pairs])
 
 
 class _Kernel:
@@ -158,6 +178,7 @@ class FlashAttention2(_Kernel):
     implementation: str | None = "flash_attention_2"
     page_multiple = 256
     mixed_graphs = False  # with one token in every row another kernel is launched
+    rows_apart = True
 
     def __init__(self, module: ModuleType, package: str, title: str) -> None:
         self._varlen = _function(module, "flash_attn_varlen_func", "block_table")
@@ -207,6 +228,7 @@ class FlashAttention3(_Kernel):
     implementation: str | None = "flash_attention_3"
     page_multiple = 1
     mixed_graphs = True
+    rows_apart = False
 
     def __init__(self, module: ModuleType, package: str, title: str, flags: Mapping[str, bool] | None = None) -> None:
         off = {name.removeprefix(_DISABLED) for name, is_off in (flags or {}).items() if is_off}
@@ -249,6 +271,7 @@ class TorchVarlen(_Kernel):
     implementation: str | None = None
     page_multiple = 256
     mixed_graphs = False
+    rows_apart = True
 
     def __init__(self, module: ModuleType, package: str, title: str) -> None:
         self._varlen = _function(module, "varlen_attn", "block_table")

@@ -17,7 +17,8 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.explicit import Scores
 from engine.ops.fixed_decode import padded_rows
-from engine.ops.flash.kernels import FlashKernel, FlashRows
+from engine.ops.flash.kernels import FlashKernel, FlashRows, attend_rows
+from engine.ops.flash.plan import HostRows, exact_rows, mixed_rows
 from engine.ops.interface import PackedRows
 from engine.ops.plan import GroupPlan
 from engine.ops.torch_ops import TorchOps
@@ -29,12 +30,12 @@ class FlashPlan:
 
     Attributes:
         slots, begun: as in `GroupPlan`.
-        rows: for the kernel.
+        rows: for the kernel; see `attend_rows`.
     """
 
     slots: torch.Tensor
     begun: torch.Tensor | None
-    rows: FlashRows
+    rows: list[FlashRows]
 
 
 class FlashOps(TorchOps):
@@ -51,7 +52,6 @@ class FlashOps(TorchOps):
     def __init__(self, kernel: FlashKernel, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
         super().__init__(kv, groups)
         self._kernel = kernel
-        self.why_plain = f"it runs in {kernel.title}"
         self.supports_graphs = (kernel.mixed_graphs, True)
         self._trash = kv.num_blocks_allocated - 1
         self._pages = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in self._blocks]
@@ -60,13 +60,11 @@ class FlashOps(TorchOps):
         """One plan a group: `FlashPlan`s, or without block tables `GroupPlan`s."""
         if rows.block_tables is None:
             return super().plan(rows)
-        most_length = int((rows.starts + rows.counts).max())
-        width = -(-most_length // self._page)
         return [
             FlashPlan(
                 self._planner.slots(rows, tables),
                 self._planner.begun(rows, tables),
-                self._rows(rows, tables[rows.table_of, :width], int(rows.counts.max()), most_length),
+                self._tensors(exact_rows(rows, tables, self._page, self._kernel.rows_apart)),
             )
             for tables in rows.block_tables
         ]
@@ -76,51 +74,36 @@ class FlashOps(TorchOps):
         plans = []
         for tables in rows.block_tables or ():
             padded, blocks, begun = padded_rows(rows, tables, self._page, num_rows, max_blocks, self._trash)
-            plans.append(
-                FlashPlan(
-                    self._planner.slots(padded, blocks),
-                    self._planner.tensor(begun),
-                    self._rows(padded, blocks, 1, max_blocks * self._page, is_decode=True),
-                )
-            )
+            host = HostRows.of(padded, blocks, 1, max_blocks * self._page, is_decode=True)
+            slots = self._planner.slots(padded, blocks)
+            plans.append(FlashPlan(slots, self._planner.tensor(begun), self._tensors([host])))
         return plans
 
     def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> list[FlashPlan]:
         """See `FixedMixedOps.plan_mixed`."""
-        count, width = len(rows.starts), -(-num_kv // self._page)
-        missing = np.zeros(num_rows - count, dtype=np.int64)  # rows without tokens
-        padded = PackedRows(
-            np.append(rows.starts, missing),
-            np.append(rows.counts, missing),
-            np.append(rows.offsets, missing + num_tokens),
-            None,
-            np.arange(num_rows),
-            rows.num_single,
-        )
         plans = []
         for tables in rows.block_tables or ():
-            own = tables[rows.table_of, :width]
-            blocks = np.zeros((num_rows, width), dtype=np.int32)
-            blocks[:count, : own.shape[1]] = own
             begun = self._planner.begun_blocks(rows, tables)
             begun = np.append(begun, np.full(num_rows - len(begun), self._trash))
-            plans.append(
-                FlashPlan(
-                    self._planner.slots(rows, tables),
-                    self._planner.tensor(begun),
-                    self._rows(padded, blocks, num_tokens, num_kv),
-                )
-            )
+            host = mixed_rows(rows, tables, self._page, num_tokens, num_kv, num_rows)
+            slots = self._planner.slots(rows, tables)
+            plans.append(FlashPlan(slots, self._planner.tensor(begun), self._tensors([host])))
         return plans
 
-    def _rows(
-        self, rows: PackedRows, tables: np.ndarray, most_tokens: int, most_length: int, *, is_decode: bool = False
-    ) -> FlashRows:
-        lengths = rows.starts + rows.counts
-        arrays = np.append(rows.offsets, rows.offsets[-1:] + rows.counts[-1:]), lengths, np.append(0, lengths.cumsum())
-        begins, lengths, sums = (self._planner.tensor(array.astype(np.int32)) for array in arrays)
-        blocks = self._planner.tensor(np.ascontiguousarray(tables))
-        return FlashRows(begins, lengths, sums, blocks, most_tokens, most_length, is_decode)
+    def _tensors(self, parts: list[HostRows]) -> list[FlashRows]:
+        place = self._planner.tensor
+        return [
+            FlashRows(
+                place(part.begins),
+                place(part.lengths),
+                place(part.length_sums),
+                place(part.tables),
+                part.most_tokens,
+                part.most_length,
+                part.is_decode,
+            )
+            for part in parts
+        ]
 
     def attend(
         self,
@@ -140,5 +123,6 @@ class FlashOps(TorchOps):
             return super().attend(layer, query, key, value, plan, scaling, softcap, sinks)
         rule = Scores(scaling, softcap, sinks)
         keys, values = self._pages[tensor]
-        out = self._kernel.attend(query.to(self._dtype), keys, values, part.rows, self._windows[group], rule)
+        queries, window = query.to(self._dtype), self._windows[group]
+        out = attend_rows(self._kernel, queries, keys, values, part.rows, window, rule)
         return out.to(query.dtype)

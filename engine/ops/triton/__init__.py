@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,14 +48,14 @@ def probe(device: torch.device) -> str | None:
         return f"Triton is {triton.__version__}, and {'.'.join(map(str, _LEAST_VERSION))} is needed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type == "cpu":
-        return None if interpreted else "Triton has no kernels for CPU"
+        return _try_out(device) if interpreted else "Triton has no kernels for CPU"
     if device.type != "cuda" or torch.version.hip is not None:
         return f"the Triton kernels are for CUDA, not for {device.type if torch.version.hip is None else 'ROCm'}"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         least, there = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, capability))
         return f"the Triton kernels need compute capability {least}, and {device} has {there}"
-    return None
+    return _try_out(device)
 
 
 def sampling_kernels(device: torch.device) -> SamplingKernels | None:
@@ -63,3 +65,19 @@ def sampling_kernels(device: torch.device) -> SamplingKernels | None:
     from engine.ops.triton import sampling
 
     return sampling
+
+
+@cache
+@torch.inference_mode()
+def _try_out(device: torch.device) -> str | None:
+    """Runs a small kernel: that Triton finds no C compiler, or no folder to write to, is seen at the first launch."""
+    from engine.ops.triton.norms import rms_norm
+
+    x, weight = torch.linspace(-1, 2, 64, device=device).view(2, 32), torch.ones(32, device=device)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            out = rms_norm(x, weight, 1e-6)
+        is_right = torch.allclose(out, torch.nn.functional.rms_norm(x, (32,), weight, 1e-6), atol=1e-3)
+    except Exception as error:  # whatever compilers and drivers raise
+        return f"Triton was tried and failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
+    return None if is_right else "Triton was tried and gave other numbers than torch"

@@ -7,6 +7,8 @@ no layers and needs no Triton.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,12 +38,22 @@ class Capacity:
     chunked: bool
 
 
-@dataclass(slots=True)
+class Slots(Protocol):
+    """Of a plan what the kernels that write K and V read; see `GroupPlan`."""
+
+    @property
+    def paged(self) -> bool: ...
+
+    @property
+    def slots(self) -> torch.Tensor: ...
+
+
+@dataclass
 class GroupPlan:
     """One step for the layers of one group; everything but what `numbers` holds follows from the capacity.
 
     Attributes:
-        numbers: int32, made on the host and sent to the device; the methods below are its parts.
+        numbers: int32, made on the host and sent to the device; the properties are its parts.
         paged: False: the step's own K and V are all that is read, and nothing is written.
     """
 
@@ -55,52 +67,52 @@ class GroupPlan:
 
     # Each int32 [rows].
 
-    @property
+    @cached_property
     def starts(self) -> torch.Tensor:
         """Tokens in the cache before the step."""
         return self.part(0, self.capacity.rows)
 
-    @property
+    @cached_property
     def counts(self) -> torch.Tensor:
         """Tokens of the step, of the rows of several; 0 of others."""
         return self.part(1, self.capacity.rows)
 
-    @property
+    @cached_property
     def offsets(self) -> torch.Tensor:
         """Where the row's tokens begin in the packed order."""
         return self.part(2, self.capacity.rows)
 
-    @property
+    @cached_property
     def firsts(self) -> torch.Tensor:
         """Where the row's blocks begin in `tables`."""
         return self.part(3, self.capacity.rows)
 
-    @property
+    @cached_property
     def first_splits(self) -> torch.Tensor:
         """Where the row's splits begin in `splits`."""
         return self.part(4, self.capacity.rows)
 
-    @property
+    @cached_property
     def num_splits(self) -> torch.Tensor:
         """How many of them are its own; 0 of rows of several tokens."""
         return self.part(5, self.capacity.rows)
 
-    @property
+    @cached_property
     def all_splits(self) -> torch.Tensor:
         """int32 [1], the splits of all rows."""
         return self._rest(0, 1)
 
-    @property
+    @cached_property
     def slots(self) -> torch.Tensor:
         """int32 [tokens], block * page + place that each token's K/V goes to; -1: nowhere."""
         return self._rest(1, self.capacity.tokens)
 
-    @property
+    @cached_property
     def splits(self) -> torch.Tensor:
         """int32 [splits, 2], the row and which of its splits, counted from the start of its context."""
         return self._rest(1 + self.capacity.tokens, 2 * self.capacity.splits)
 
-    @property
+    @cached_property
     def tables(self) -> torch.Tensor:
         """int32 [blocks], the rows' blocks one row after another."""
         return self._rest(1 + self.capacity.tokens + 2 * self.capacity.splits, self.capacity.blocks)
@@ -112,9 +124,9 @@ class GroupPlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One plan a layer group."""
+    """One plan a layer group: `GroupPlan`, or that of other operations that write by the same kernels."""
 
-    groups: list[GroupPlan]
+    groups: list[Any]
 
 
 class Planner:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.triton.plan import GroupPlan
+from engine.ops.triton.plan import Slots
 from engine.ops.triton.tile import UNALIGNED
 
 _BLOCK_HEADS = 4
@@ -129,7 +129,7 @@ def rotate_and_write(
     positions: torch.Tensor,
     table: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
-    plan: GroupPlan,
+    plan: Slots,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -42,6 +42,7 @@ UNALIGNED = (
     "bests",
     "temperatures",
     "wanted",
+    "begun",
 )
 
 

@@ -7,7 +7,7 @@ record it. Knows nothing of requests or models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ from engine.cache.groups import LayerGroup
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
 from engine.ops.triton import probe_cache
-from engine.ops.triton.plan import Capacity, GroupPlan, Planner, StepPlan, most_splits
+from engine.ops.triton.plan import Capacity, Planner, StepPlan, most_splits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +35,7 @@ class TritonOps:
         NotImplementedError: the kernels do not run here, or not on such a cache; the text says why.
     """
 
-    supports_graphs = (True, True)
+    supports_graphs: tuple[bool, bool] = (True, True)
 
     def __init__(self, kv: KVTensors, groups: Sequence[LayerGroup] | None = None) -> None:
         if (why := probe_cache(kv.device, kv.dtype, kv.head_dim)) is not None:
@@ -100,6 +100,7 @@ class TritonOps:
         group, tensor = self._places[layer]
         part = plan.groups[group]
         if part.paged:
+            self._before_writing(group, tensor, part)
             self._write(_inner(key), _inner(value), self._kv.keys[tensor], self._kv.values[tensor], part)
 
     def attend(
@@ -126,7 +127,7 @@ class TritonOps:
         projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         positions: torch.Tensor,
         table: torch.Tensor,
-        groups: Sequence[GroupPlan],
+        groups: Sequence[Any],
         *,
         norms: tuple[torch.Tensor, torch.Tensor] | None,
         epsilon: float,
@@ -144,8 +145,12 @@ class TritonOps:
         """
         group, tensor = self._places[layer]
         cache = self._kv.keys[tensor], self._kv.values[tensor]
+        self._before_writing(group, tensor, groups[group])
         rotated = self._rotate_and_write(*projected, positions, table, cache, groups[group], norms, epsilon)
         return self._attend(group, *rotated, groups, (scaling, softcap), None)
+
+    def _before_writing(self, group: int, tensor: int, part: Any) -> None:
+        """Called once for each layer of a step."""
 
     def _attend(
         self,
@@ -153,7 +158,7 @@ class TritonOps:
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        groups: Sequence[GroupPlan],
+        groups: Sequence[Any],
         scores: tuple[float | None, float | None],
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.ops.triton.plan import GroupPlan
+from engine.ops.triton.plan import Slots
 from engine.ops.triton.tile import UNALIGNED
 
 
@@ -43,7 +43,7 @@ def _write_kernel(
         tl.store(values + to, v.to(values.dtype.element_ty), mask=mask)
 
 
-def write(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: GroupPlan) -> None:
+def write(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Slots) -> None:
     """
     Args:
         key: floating [kv_heads, tokens, dim], `dim` contiguous; `value` likewise.
