@@ -164,6 +164,7 @@ class ModelRunner:
             trash_block=kv.num_blocks_allocated - 1,
             max_tokens=settings.max_batch_tokens,
             max_rows=settings.max_requests,
+            max_length=settings.context_length,
             max_blocks=settings.max_blocks_per_request,
             recorded_tokens=settings.recorded_tokens,
             q_padding=settings.q_padding,

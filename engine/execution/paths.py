@@ -30,6 +30,7 @@ class PathSizes:
     Attributes:
         page_size, trash_block: of the cache; padding writes its K/V to the trash block.
         max_tokens, max_rows: of a step.
+        max_length: of a request.
         max_blocks: width of the block table of decode-only steps.
         recorded_tokens: mixed steps of more tokens run directly; None: none do.
         q_padding, kv_padding: multiples to which the tokens, and the cached tokens, of mixed steps are padded.
@@ -39,6 +40,7 @@ class PathSizes:
     trash_block: int
     max_tokens: int
     max_rows: int
+    max_length: int
     max_blocks: int
     recorded_tokens: int | None
     q_padding: int
@@ -48,13 +50,14 @@ class PathSizes:
 class FixedMixedOps(Ops, Protocol):
     """What ops with `supports_graphs[0]` have besides."""
 
-    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> Any:
-        """A plan whose tensors have shapes that depend on the three numbers alone, and whose other values are constant.
+    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int, most_length: int) -> Any:
+        """A plan whose tensors have shapes that depend on the four numbers alone, and whose other values are constant.
 
         Args:
             rows: of `num_tokens` tokens together; the last one may be padding, in the trash block.
             num_kv: at least the contexts of all rows after this step, together.
             num_rows: at least the rows.
+            most_length: at least the context of any row after this step; matters where block tables are rectangles.
         """
         ...
 
@@ -95,7 +98,8 @@ class MixedPath:
         if graphs is not None and kept <= most:  # more logits are kept where a prompt is scored
             inputs = pad(inputs, tokens, sizes.trash_block, sizes.page_size)
             shape = StepShape(tokens, min(most, max(_LEAST_KEPT, next_power_of_two(kept))), self._kv_room(inputs.rows))
-            plan = cast(FixedMixedOps, self._ops).plan_mixed(inputs.rows, tokens, shape.kv, most + 1)
+            longest = min(shape.kv, max(sizes.max_length, tokens))
+            plan = cast(FixedMixedOps, self._ops).plan_mixed(inputs.rows, tokens, shape.kv, most + 1, longest)
             return graphs.run(shape, inputs, plan, previous_ids)
         if self._compiled is not None:
             if self._compiled.dynamic is False:

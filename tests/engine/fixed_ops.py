@@ -61,7 +61,7 @@ class FixedOps:
             self._fill(plan, row, first, table, end - 1, end)
         return plan
 
-    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> FixedPlan:
+    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int, most_length: int) -> FixedPlan:
         self.mixed_shapes.append((num_tokens, num_kv, num_rows))
         assert rows.block_tables is not None and len(rows.starts) <= num_rows and rows.counts.sum() == num_tokens
         plan, first = self._empty(num_tokens, num_kv, (num_tokens, num_kv)), 0

@@ -164,7 +164,7 @@ def replayed(steps: list[Step], kind: str, window: int | None, device: torch.dev
         if kind == "decode":
             tokens, plan = 4, fixed.ops.plan_decode(rows, 4, fixed.row_blocks)
         else:
-            tokens, plan = step.tokens, fixed.ops.plan_mixed(rows, step.tokens, 2048, 6)
+            tokens, plan = step.tokens, fixed.ops.plan_mixed(rows, step.tokens, 2048, 6, 2048)
         if static is None:
             static, memory = staging.send(plan)
         else:
@@ -224,7 +224,7 @@ def refusals() -> list[str]:
         lambda: cache.ops.plan_decode(rows, 2, 9),
         lambda: cache.ops.plan_decode(rows, 4, 5),
         lambda: cache.ops.plan_decode(longer, 4, 9),
-        lambda: cache.ops.plan_mixed(rows, 2, 64, 3),
+        lambda: cache.ops.plan_mixed(rows, 2, 64, 3, 64),
         lambda: cache.ops.plan(packed_rows(np.array([4]), np.array([1]), np.array([0]), [[[5]]], 1)),
         lambda: cache.ops.plan(packed_rows(np.array([4]), np.array([1]), np.array([0]), [[[5, 0]]], 1)),
     ):

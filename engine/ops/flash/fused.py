@@ -60,9 +60,9 @@ class FlashTritonOps(TritonOps):
         planner, sizes = self._flash_planner, (num_rows, max_blocks, self._trash)
         return StepPlan([planner.flash_decode(rows, tables, *sizes) for tables in rows.block_tables or ()])
 
-    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> StepPlan:
+    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int, most_length: int) -> StepPlan:
         """See `FixedMixedOps`."""
-        planner, sizes = self._flash_planner, (num_tokens, num_kv, num_rows)
+        planner, sizes = self._flash_planner, (num_tokens, most_length, num_rows)
         return StepPlan([planner.flash_mixed(rows, tables, *sizes) for tables in rows.block_tables or ()])
 
     def _before_writing(self, group: int, tensor: int, part: Any) -> None:
@@ -165,10 +165,10 @@ class FlashPlanner(Planner):
         return self._plan(self._slots(padded, blocks), begun[begun != trash], num_rows, parts)
 
     def flash_mixed(
-        self, rows: PackedRows, tables: np.ndarray, num_tokens: int, num_kv: int, num_rows: int
+        self, rows: PackedRows, tables: np.ndarray, num_tokens: int, most_length: int, num_rows: int
     ) -> FlashGroupPlan:
         """For `FixedMixedOps.plan_mixed`."""
-        parts = [mixed_rows(rows, tables, self._page, num_tokens, num_kv, num_rows)]
+        parts = [mixed_rows(rows, tables, self._page, num_tokens, most_length, num_rows)]
         return self._plan(self._slots(rows, tables), self._plain.begun_blocks(rows, tables), num_rows, parts)
 
     def _plan(self, slots: np.ndarray, begun: np.ndarray, room: int, parts: list[HostRows]) -> FlashGroupPlan:

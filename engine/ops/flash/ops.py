@@ -79,13 +79,15 @@ class FlashOps(TorchOps):
             plans.append(FlashPlan(slots, self._planner.tensor(begun), self._tensors([host])))
         return plans
 
-    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> list[FlashPlan]:
+    def plan_mixed(
+        self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int, most_length: int
+    ) -> list[FlashPlan]:
         """See `FixedMixedOps.plan_mixed`."""
         plans = []
         for tables in rows.block_tables or ():
             begun = self._planner.begun_blocks(rows, tables)
             begun = np.append(begun, np.full(num_rows - len(begun), self._trash))
-            host = mixed_rows(rows, tables, self._page, num_tokens, num_kv, num_rows)
+            host = mixed_rows(rows, tables, self._page, num_tokens, most_length, num_rows)
             slots = self._planner.slots(rows, tables)
             plans.append(FlashPlan(slots, self._planner.tensor(begun), self._tensors([host])))
         return plans

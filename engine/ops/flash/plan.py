@@ -64,10 +64,10 @@ def _part(rows: PackedRows, tables: np.ndarray, page: int, first: int, last: int
 
 
 def mixed_rows(
-    rows: PackedRows, tables: np.ndarray, page: int, num_tokens: int, num_kv: int, num_rows: int
+    rows: PackedRows, tables: np.ndarray, page: int, num_tokens: int, most_length: int, num_rows: int
 ) -> HostRows:
     """For `FixedMixedOps.plan_mixed`: rows without tokens behind those of the step."""
-    count, width = len(rows.starts), -(-num_kv // page)
+    count, width = len(rows.starts), -(-most_length // page)
     missing = np.zeros(num_rows - count, dtype=np.int64)
     padded = PackedRows(
         np.append(rows.starts, missing),
@@ -80,7 +80,7 @@ def mixed_rows(
     own = _seen(rows, tables[rows.table_of, :width], page)
     blocks = np.zeros((num_rows, width), dtype=np.int32)
     blocks[:count, : own.shape[1]] = own
-    return HostRows.of(padded, blocks, num_tokens, num_kv)
+    return HostRows.of(padded, blocks, num_tokens, most_length)
 
 
 def _seen(rows: PackedRows, tables: np.ndarray, page: int) -> np.ndarray:

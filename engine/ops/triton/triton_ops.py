@@ -80,7 +80,7 @@ class TritonOps:
         capacity = Capacity(num_rows, num_rows, num_rows * max_blocks, splits, chunked=False)
         return self._fixed(rows, capacity, self._trash)
 
-    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int) -> StepPlan:
+    def plan_mixed(self, rows: PackedRows, num_tokens: int, num_kv: int, num_rows: int, most_length: int) -> StepPlan:
         """See `FixedMixedOps`."""
         blocks = num_kv // self._page + num_rows
         splits = most_splits(num_kv) + num_rows
