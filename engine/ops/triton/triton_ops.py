@@ -16,11 +16,10 @@ from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
 from engine.ops.triton import probe
 from engine.ops.triton.plan import Capacity, GroupPlan, Planner, StepPlan, most_splits
+from engine.sampling.kernels import SamplingKernels
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from engine.sampling.kernels import SamplingKernels
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_DIM = 256
