@@ -17,6 +17,7 @@ from engine.sampling.scores import Scores
 
 NUCLEUS_CANDIDATES = 1024  # for top-p alone
 MOST_CANDIDATES = 4096
+_LEAST_ROOM = 128  # each size is compiled on its own
 _BLOCK = 4096
 _ORDERED_AT_ONCE = 64
 
@@ -253,7 +254,7 @@ def choose_most_likely(
     n, vocab, device = len(scores), scores.vocab, scores.logits.device
     by_count = top_k is not None
     most = most if by_count else NUCLEUS_CANDIDATES
-    room = min(triton.next_power_of_2(2 * most), triton.next_power_of_2(vocab))
+    room = min(max(_LEAST_ROOM, triton.next_power_of_2(2 * most)), triton.next_power_of_2(vocab))
     wanted = torch.full((n,), most, device=device) if top_k is None else top_k
     numbers = (top_p, min_p, uniform)
     source = (scores.logits, scores.rows, scores.best, scores.temperature)
