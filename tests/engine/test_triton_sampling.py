@@ -86,6 +86,13 @@ def test_a_row_draws_the_same_alone_and_beside_others(interpreted: Run) -> None:
     assert interpreted(cases.drawn_alone_and_together, 2500)
 
 
+@pytest.mark.parametrize("vocab", [60, 64, 2500])
+def test_bad_rows_draw_a_token_that_there_is(interpreted: Run, vocab: int) -> None:
+    """Its log-probability may be looked up before the row is known to be bad: on a GPU another id would end all."""
+    tokens = interpreted(cases.tokens_of_bad_rows, vocab)
+    assert len(tokens) == 12 and all(0 <= token < vocab for token in tokens)
+
+
 @pytest.mark.parametrize("fields", [{}, {"logit_bias": ((3, 2.0),)}, {"logprobs": True}], ids=str)
 def test_a_step_of_all_kinds_of_rows(interpreted: Run, fields: dict[str, Any]) -> None:
     """Bad rows are told and hurt themselves alone; whether the kernels read float16, or a float32 copy."""
