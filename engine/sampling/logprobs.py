@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens, of the most likely ones beside them, and of prompts.
 
-The sampler plans `LogprobRows` and fills `StepLogprobs`; the model runner calls `prompt_logprobs`. Values are float32.
-Tokens that cannot be chosen have no log-probability and are left out of the lists.
+The sampler plans `LogprobRows` and fills `StepLogprobs`; the model runner calls `prompt_logprobs`, or `score_prompt`
+where it reads later. Values are float32. Tokens that cannot be chosen have none and are left out of the lists.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.request import TokenLogprobs
 from engine.sampling.processors import Choice, drop_below
 from engine.sampling.scores import Scores, Workspace
 from engine.sampling.search import most_likely
+from engine.sampling.sending import send
 
 _NEVER = float("-inf")
 _PROMPT_ROWS = 64  # positions of a prompt at once: bounds the float32 copies of their logits
@@ -109,28 +110,58 @@ class StepLogprobs:
         }
 
 
-def prompt_logprobs(
+@dataclass(slots=True)
+class PromptScores:
+    """Log-probabilities of tokens of a prompt, on the device until they are read.
+
+    Attributes:
+        ids: int64 [n, k], the most likely tokens at each position.
+        values: float32 [n, 1 + k], of the token that is there and of those.
+    """
+
+    ids: torch.Tensor
+    values: torch.Tensor
+
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
+        """The same of copies of its tensors."""
+        return PromptScores(copy(self.ids), copy(self.values))
+
+    def read(self) -> list[TokenLogprobs]:
+        """One entry a position. Waits for the device if that is where the tensors are."""
+        lists = _lists(self.ids, self.values[:, 1:])
+        return [TokenLogprobs(*pair) for pair in zip(self.values[:, 0].tolist(), lists, strict=True)]
+
+
+def score_prompt(
     logits: torch.Tensor, next_ids: torch.Tensor, k: int, workspace: Workspace | None = None
-) -> list[TokenLogprobs]:
-    """Log-probabilities of tokens under the model's own scores at the positions before them.
+) -> PromptScores:
+    """Scores tokens under the model's own scores at the positions before them.
 
     Args:
         logits: floating [n, vocab], at n positions of a prompt; left as they are.
-        next_ids: int64 [n], the token after each position.
+        next_ids: int64 [n], the token after each position, on the host or the device.
         k: how many of the most likely tokens to list with each.
         workspace: memory to use; own memory when None.
     """
-    found: list[TokenLogprobs] = []
+    if next_ids.device != logits.device:
+        (next_ids,) = send([next_ids.numpy()], logits.device)
     workspace = Workspace() if workspace is None else workspace
-    for block, ids in zip(logits.split(_PROMPT_ROWS), next_ids.to(logits.device).split(_PROMPT_ROWS), strict=True):
+    k = min(k, logits.shape[1])
+    all_ids, all_values = [next_ids.new_empty(0, k)], [torch.empty(0, 1 + k, device=logits.device)]
+    for block, ids in zip(logits.split(_PROMPT_ROWS), next_ids[:, None].split(_PROMPT_ROWS), strict=True):
         scores = Scores(block.float().contiguous(), workspace)
-        ids = ids[:, None]
         if k:
             ids = torch.cat((ids, most_likely(scores, k)[1]), dim=1)
-        values = _log_softmax_at(scores, ids)
-        lists = _lists(ids[:, 1:], values[:, 1:])
-        found += [TokenLogprobs(*pair) for pair in zip(values[:, 0].tolist(), lists, strict=True)]
-    return found
+        all_ids.append(ids[:, 1:])
+        all_values.append(_log_softmax_at(scores, ids))
+    return PromptScores(torch.cat(all_ids), torch.cat(all_values))
+
+
+def prompt_logprobs(
+    logits: torch.Tensor, next_ids: torch.Tensor, k: int, workspace: Workspace | None = None
+) -> list[TokenLogprobs]:
+    """As `score_prompt`, and reads the scores."""
+    return score_prompt(logits, next_ids, k, workspace).read()
 
 
 def _log_softmax_at(scores: Scores, ids: torch.Tensor) -> torch.Tensor:

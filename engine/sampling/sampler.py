@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from engine.sampling import processors
 from engine.sampling.edits import EditsBuilder, LogitEdits
 from engine.sampling.kernels import SamplingKernels
 from engine.sampling.logprobs import LogprobRows, StepLogprobs
+from engine.sampling.params import SamplingParams
 from engine.sampling.processors import Choice
 from engine.sampling.row_groups import GroupTensors, Kind, RowGroup, SortedRows
 from engine.sampling.scores import Scores, Workspace
@@ -174,6 +176,24 @@ class Sampler:
         if rows.groups or rows.raw:
             tokens.mul_(bad == 0)
         return Sampled(tokens, bad, logprobs, rows.certain, plan.errors, outcome)
+
+    def warm_up(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Runs rows of every kind, so that later ones do not wait for kernels to be compiled; without them nothing.
+
+        Kernels for a top-k beyond 64 are compiled when they are first asked for.
+
+        Args:
+            dtype: of the logits.
+        """
+        if self._kernels is None:
+            return
+        fields: list[dict[str, Any]] = [
+            {},
+            *({"do_sample": True, **kind} for kind in ({}, {"top_k": 9}, {"top_p": 0.5})),
+        ]
+        requests = [Request("warm-up", [0], 1, SamplingParams(max_new_tokens=1, **each)) for each in fields]
+        for each in {dtype, torch.float32}:  # the latter for edits and log-probabilities
+            self(torch.zeros(len(requests), self.vocab_size, dtype=each, device=device), self.plan(requests))
 
     def _send(self, plan: SamplingPlan, device: torch.device) -> tuple[dict[Kind, torch.Tensor], list[torch.Tensor]]:
         """What is new in this step: random numbers and the tensors of the edits."""

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 
 from engine.outputs import StepOutput
+from engine.request import TokenLogprobs
+from engine.sampling.logprobs import prompt_logprobs, score_prompt
 from engine.sampling.sampler import Sampler
 from tests.engine import device_on_cpu as device
 from tests.engine.device_on_cpu import Told
@@ -76,6 +78,16 @@ def steps(kinds: list[dict[str, Any]], dtype: torch.dtype, count: int = 2) -> li
         for each, token in zip(requests, expected.token_ids, strict=True):
             each.token_ids.append(token)
     return found
+
+
+def scored_prompt(k: int, dtype: torch.dtype) -> tuple[Told, list[TokenLogprobs], list[TokenLogprobs]]:
+    """What happened on the device, and the scores of 70 positions there and on CPU."""
+    logits = torch.randn(70, VOCAB, generator=torch.Generator().manual_seed(0)).mul(2).to(dtype)
+    next_ids = torch.arange(70) * 2
+    on_device = device.to_device(logits)
+    with torch.no_grad(), device.told() as told:
+        scores = score_prompt(on_device, next_ids, k)
+    return told, scores.copied(device.to_cpu).read(), prompt_logprobs(logits, next_ids, k)
 
 
 def unnoticed() -> list[str]:

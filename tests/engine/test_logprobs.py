@@ -181,6 +181,10 @@ class TestPrompt:
         for row, each in enumerate(found):
             assert close(each.top, expected_top(own[row], k))
 
+    def test_more_likely_ones_than_there_are(self) -> None:
+        (found,) = prompt_logprobs(normal(1, 5), torch.tensor([2]), 9)
+        assert len(found.top) == 5 and dict(found.top)[2] == found.logprob
+
     def test_in_any_pieces(self) -> None:
         logits, next_ids = normal(100, 700), torch.arange(100)
         whole = prompt_logprobs(logits, next_ids, 3)

@@ -67,5 +67,15 @@ def test_everything_at_once(on_device: Run) -> None:
     check(on_device(cases.steps, rows, torch.float32))
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_scores_of_a_prompt(on_device: Run, k: int) -> None:
+    told, own, expected = on_device(cases.scored_prompt, k, torch.float16)
+    assert told.waits == [] and len(told.sent) == 1
+    assert len(own) == 70
+    for one, other in zip(own, expected, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
 def test_nothing_that_waits_goes_unnoticed(on_device: Run) -> None:
     assert on_device(cases.unnoticed) == []

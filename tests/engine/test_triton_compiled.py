@@ -82,3 +82,17 @@ def test_steps_of_any_size_share_the_kernels(compiled: Run) -> None:
     """Compiling takes a second a kernel, which no step may wait for once the first ones have run."""
     found = compiled(launches.variants, [2, 3, 5, 8, 16, 17, 31])
     assert len(found) == 13 and set(found.values()) == {1}, found
+
+
+def test_a_sampler_that_is_warm_compiles_nothing(compiled: Run) -> None:
+    draw = {"do_sample": True}
+    fields = [
+        {},
+        {"repetition_penalty": 2.0},
+        *(draw | {"top_k": top_k, "top_p": 0.8} for top_k in (2, 20, 50, 64)),
+        draw | {"top_p": 0.9, "min_p": 0.1, "logit_bias": ((3, 1.0),)},
+        draw | {"temperature": 0.7, "min_p": 0.1},
+        draw | {"allowed_token_ids": (1, 2)},
+    ]
+    count, late = compiled(launches.sampling_after_warm_up, BF16, fields)
+    assert count > 10 and late == set()

@@ -49,6 +49,16 @@ def count_variants(launch: Callable[[], Any]) -> dict[str, int]:
     return {name: len(hashes) for name, hashes in found.items()}
 
 
+def count_late(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[int, set[str]]:
+    """How many kernels `first` would have compiled, and which of `second` are not among them."""
+    with _absent_device() as kernels:
+        first()
+        known = {kernel.metadata.hash for kernel in kernels}
+        kernels.clear()
+        second()
+    return len(known), {kernel.metadata.name for kernel in kernels if kernel.metadata.hash not in known}
+
+
 class _AbsentDevice:
     def get_current_target(self) -> GPUTarget:
         return TARGET

@@ -5,12 +5,14 @@ Runs in the `compiled` process: nothing is computed, only types and shapes of th
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from engine.ops.triton.plan import GroupPlan, Planner
 from tests.engine.tables import packed_rows
-from tests.engine.triton_ahead import Used, compile_launched, count_variants
+from tests.engine.triton_ahead import Used, compile_launched, count_late, count_variants
 
 
 def attention(
@@ -109,6 +111,23 @@ def variants(sizes: list[int]) -> dict[str, int]:
         choose_most_likely(scores, torch.full((size,), 5), 5, *numbers)
 
     return count_variants(lambda: [step(size) for size in sizes])
+
+
+def sampling_after_warm_up(dtype: torch.dtype, fields: list[dict[str, Any]]) -> tuple[int, set[str]]:
+    """Kernels that a sampler compiles when it is warmed up, and those that rows of these parameters then lack."""
+    from engine.ops.triton import sampling
+    from engine.sampling.sampler import Sampler
+    from tests.engine.test_sampling import request
+
+    sampler = Sampler(5000, sampling)
+
+    def steps() -> None:
+        for count in (1, 2, 16, 33):
+            for each in fields:
+                requests = [request(**each) for _ in range(count)]
+                sampler(torch.zeros(count, 5000, dtype=dtype), sampler.plan(requests))
+
+    return count_late(lambda: sampler.warm_up(torch.device("cpu"), dtype), steps)
 
 
 def make_plan(page: int, window: int | None) -> GroupPlan:

@@ -137,6 +137,28 @@ def best_differences(vocab: int, dtype: torch.dtype, device: torch.device | str 
     return [name for name, (own, theirs) in pairs.items() if not torch.equal(own, theirs)]
 
 
+def tokens_of_bad_rows(vocab: int, device: torch.device | str = "cpu") -> list[int]:
+    """What is drawn from rows of NaN, of infinity and of nothing; memory that nobody writes to holds large numbers."""
+    from engine.ops.triton import sampling
+
+    scores, *numbers = make_rows(vocab, 0.9, 0.1, rows=4, device=device)
+    logits = scores.logits
+    logits[0], logits[1, vocab // 2], logits[2, vocab // 3] = float("-inf"), float("nan"), float("inf")
+    logits[3] = float("nan")
+    scores.rows, ks = torch.arange(4, device=device), torch.full((4,), 3, device=device)
+    torch.use_deterministic_algorithms(True)  # fills it
+    try:
+        scores.best = sampling.find_best(logits)[1]
+        choices = [
+            sampling.choose_most_likely(scores, ks, 3, *numbers),
+            sampling.choose_most_likely(scores, None, 0, *numbers),
+            sampling.choose_in_vocabulary_order(scores, *numbers[1:]),
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [token for choice in choices for token in choice.tokens.tolist()]
+
+
 KINDS: list[dict[str, Any]] = [
     {"do_sample": False},
     {"top_k": 5},

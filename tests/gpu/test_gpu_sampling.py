@@ -74,6 +74,11 @@ def test_a_row_draws_the_same_alone_and_beside_others() -> None:
     assert triton_sampling.drawn_alone_and_together(LARGE, DEVICE)
 
 
+@pytest.mark.parametrize("vocab", [64, LARGE])
+def test_bad_rows_draw_a_token_that_there_is(vocab: int) -> None:
+    assert all(0 <= token < vocab for token in triton_sampling.tokens_of_bad_rows(vocab, DEVICE))
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_do_not_wait(name: str) -> None:
     from engine.ops.triton import sampling

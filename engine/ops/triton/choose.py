@@ -17,6 +17,7 @@ from engine.sampling.scores import Scores
 
 NUCLEUS_CANDIDATES = 1024  # for top-p alone
 MOST_CANDIDATES = 4096
+_LEAST_ROOM = 128  # each size is compiled on its own
 _BLOCK = 4096
 _ORDERED_AT_ONCE = 64
 
@@ -25,13 +26,13 @@ _ORDERED_AT_ONCE = 64
 def _magnitudes(logits, best, temperature, start, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """Ids from `start` on, and int32 [BLOCK] the bits of their scores' magnitudes: 0 is the best, 0x7F800000 infinity.
 
-    Where there is none, and for NaN, larger ones.
+    So it is for NaN, so that exactly VOCAB are at most infinity. Where there is no score they are larger.
     """
     ids = start + tl.arange(0, BLOCK)
     there = ids < VOCAB
     line = tl.load(logits + ids, mask=there, other=0.0).to(tl.float32)
-    score = tl.div_rn(line - best, temperature)
-    return ids, tl.where(there, tl.abs(score).to(tl.int32, bitcast=True), 0x7FFFFFFF)
+    magnitudes = tl.abs(tl.div_rn(line - best, temperature)).to(tl.int32, bitcast=True)
+    return ids, tl.where(there, tl.minimum(magnitudes, 0x7F800000), 0x7FFFFFFF)
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def _counts(logits, best, temperature, first, second, third, VOCAB: tl.constexpr
 @triton.jit
 def _least_with(logits, best, temperature, want, room, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     """The smallest magnitude that `want` are at most as large as, or one that no more than `room` are; how many are."""
-    low = want * 0
+    low = tl.minimum(want, 0)  # 0, which the compiler must not know: Triton 3.6 fails where no loop is left
     high = low + 0x7F800000
     count = low + VOCAB
     while (low < high) & (count > room):
@@ -109,7 +110,7 @@ def _gather_kernel(
     tl.store(counts + row, count)
     if count <= ROOM:
         candidates += row * ROOM
-        for start in range(0, VOCAB, BLOCK // 2):  # fewer registers, so that two programs fit an SM
+        for start in range(0, VOCAB, BLOCK // 2):  # of more the keys take too many registers
             ids, magnitudes = _magnitudes(logits, best, temperature, start, VOCAB, BLOCK // 2)
             among = magnitudes <= most
             places = tl.cumsum(among.to(tl.int32), axis=0) - 1
@@ -253,7 +254,7 @@ def choose_most_likely(
     n, vocab, device = len(scores), scores.vocab, scores.logits.device
     by_count = top_k is not None
     most = most if by_count else NUCLEUS_CANDIDATES
-    room = min(triton.next_power_of_2(2 * most), triton.next_power_of_2(vocab))
+    room = min(max(_LEAST_ROOM, triton.next_power_of_2(2 * most)), triton.next_power_of_2(vocab))
     wanted = torch.full((n,), most, device=device) if top_k is None else top_k
     numbers = (top_p, min_p, uniform)
     source = (scores.logits, scores.rows, scores.best, scores.temperature)
