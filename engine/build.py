@@ -87,7 +87,7 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
         runner = _make_runner(model, settings)
     memory = device_memory(settings.device_type, next(model.parameters()).device.index)
     return EngineCore(
-        scheduler, runner, overlap=settings.async_batching, on_failure=lambda error: release_after(error, memory)
+        scheduler, runner, overlap=settings.async_batching, free_memory=lambda error: release_after(error, memory)
     )
 
 

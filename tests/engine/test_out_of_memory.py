@@ -19,7 +19,7 @@ from engine.request import RequestStatus
 from tests.engine.fixed_ops import FakeGraphs, FixedOps
 from tests.engine.recorded import generate_recorded
 from tests.harness import Stepper, before_forward, running, tokens
-from tests.models import ref
+from tests.models import build_tiny, ref
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB"
 NEW = 4
@@ -109,6 +109,24 @@ def test_what_does_not_fit_alone_fails_alone_with_what_to_lower(tiny: PreTrained
     assert device.releases == 2
     made.outputs.clear()
     check_results(made, tiny, PROMPTS[:2])
+
+
+def test_steps_that_can_be_smaller_get_smaller_first(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """So that a prompt whose chunk does not fit alone is done in smaller ones."""
+    model, seen = build_tiny(max_position_embeddings=2048), []
+
+    def hook(ids: torch.Tensor) -> None:
+        seen.append(len(ids))
+        if len(ids) > 400:
+            raise torch.OutOfMemoryError(TEXT)
+
+    made = Stepper(model, max_batch_tokens=1024, max_requests_per_batch=8)
+    before_forward(made.manager, hook)
+    check_results(made, model, [tokens(1, 1000), tokens(2, 30)])
+    assert [count for count in seen if count > 400] == [1024, 512]
+    assert made.core.scheduler.max_batch_tokens == 256 and max(seen[seen.index(512) + 1 :]) == 256
+    assert "steps have at most 256 tokens from now on (to leave steps more memory" in caplog.text
+    assert device.releases == 2
 
 
 def test_an_engine_that_has_no_memory_for_a_single_token_is_unhealthy(tiny: PreTrainedModel, device: Device) -> None:
