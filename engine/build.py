@@ -38,10 +38,10 @@ def settle(
 
     needs, asked = attention_needs(model, facts, config.page_size), attention_of(model)
     kernel = choose_flash(asked, config.auto_switch_to_flash, needs)
-    may_switch = config.auto_switch_to_flash or asked in FLASH  # as `make_ops` sees it
-    triton = (
-        may_switch and facts.device_type == "cuda" and probe_cache(needs.device, needs.dtype, needs.head_dim) is None
-    )
+    triton = kernel is None and facts.device_type == "cuda"
+    if triton:  # as `make_ops` sees it
+        may_switch = config.auto_switch_to_flash or asked in FLASH
+        triton = may_switch and probe_cache(needs.device, needs.dtype, needs.head_dim) is None
     return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel, triton=triton))
 
 

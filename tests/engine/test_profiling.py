@@ -291,6 +291,8 @@ def test_cuda(cuda: dict[str, int]) -> None:
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (ValueError("the tokens of 'out of memory' are not in the vocabulary"), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("out of range"), False),
