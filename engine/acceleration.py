@@ -110,7 +110,7 @@ def resolve_acceleration(
     max_blocks = _max_blocks_per_request(config, facts, hints, page_size, device.block_tables, wanted[1], fallback)
     mixed_compile = _mixed_compile(config, device)
     decode_compile = _decode_compile(config, max_blocks)
-    level = logging.INFO if _asked_graphs(config) is None else logging.WARNING
+    level = logging.INFO if asked_graphs(config) is None else logging.WARNING
     graphs = _graphs((wanted[0], wanted[1] and max_blocks > 0), (mixed_compile, decode_compile), level)
     return Acceleration(
         max_blocks_per_request=max_blocks,
@@ -208,7 +208,7 @@ def _explicit_compile(config: ContinuousBatchingConfig, name: str) -> CompileSet
     return CompileSettings(**fields)
 
 
-def _asked_graphs(config: ContinuousBatchingConfig) -> tuple[bool, bool] | None:
+def asked_graphs(config: ContinuousBatchingConfig) -> tuple[bool, bool] | None:
     """Of (mixed, decode-only) steps, None where the config leaves the choice to the engine."""
     choice = config.use_cuda_graph
     if choice is None:
@@ -223,7 +223,7 @@ def _wanted_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, device: 
     A step with prompts hides what its launches cost, and would be recorded for many shapes, each of which takes time
     and memory.
     """
-    asked = _asked_graphs(config)
+    asked = asked_graphs(config)
     if not device.graphs:
         if asked is not None and any(asked):
             logger.warning("CUDA graphs were asked for and are off: the model is on %s", facts.device_type)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine.execution.model_runner import ModelRunner
+    from engine.execution.waiting import WaitWatch
 
 
 def settle(
@@ -58,7 +59,10 @@ def fit_to_device(
         NotImplementedError: the engine cannot run this architecture.
         MemoryError: the step does not fit, or the cache beside it; the text has the numbers.
     """
-    return profile(settings, config, facts, memory, lambda small: _make_runner(model, small))
+    from engine.execution.waiting import WaitWatch
+
+    watch = WaitWatch()
+    return profile(settings, config, facts, memory, lambda small: _make_runner(model, small, watch), watch)
 
 
 def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
@@ -91,7 +95,7 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
     )
 
 
-def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
+def _make_runner(model: PreTrainedModel, settings: Settings, watch: WaitWatch | None = None) -> ModelRunner:
     from engine.distributed.nccl import keep_graphs_apart
     from engine.distributed.sharding import tensor_parallel_mesh
     from engine.execution.model_runner import ModelRunner
@@ -103,4 +107,7 @@ def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
     pack = tensor_parallel_mesh(model) is None
     if not pack and settings.device_type == "cuda" and any(settings.graphs):
         keep_graphs_apart(shadow)
-    return ModelRunner(shadow, settings, source=source, pack=pack)
+    runner = ModelRunner(shadow, settings, source=source, pack=pack)
+    if watch is not None:  # only now: a model with hooks runs in no kernels
+        watch.attach(shadow)
+    return runner

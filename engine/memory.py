@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -95,7 +95,8 @@ def release_after(error: Exception, memory: DeviceMemory | None) -> str:
         return ""
     forget_frames(error)
     if memory is not None:
-        memory.release()
+        with suppress(RuntimeError):  # a recording that was broken off may have left torch unable to
+            memory.release()
     return f" ({_WHAT_TO_LOWER})"
 
 

@@ -86,6 +86,18 @@ def test_requests_of_a_step_that_does_not_fit_run_alone(tiny: PreTrainedModel, o
     assert device.alive_at_release == [0]
 
 
+def test_nothing_can_be_given_back(tiny: PreTrainedModel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def hook(ids: torch.Tensor) -> None:
+        if len(ids) > 40:
+            raise torch.OutOfMemoryError(TEXT)
+
+    monkeypatch.setattr(device, "release", refuse)
+    check_results(stepper(tiny, hook), tiny, PROMPTS)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_it_happens_once_whatever_is_in_the_step(tiny: PreTrainedModel, overlap: bool, device: Device) -> None:
     calls = [0]
