@@ -120,7 +120,7 @@ def resolve_acceleration(
     max_blocks = _max_blocks_per_request(config, facts, hints, page_size, device.block_tables, wanted[1], fallback)
     mixed_compile = _mixed_compile(config, device)
     decode_compile = _decode_compile(config, max_blocks)
-    is_asked = _asked_graphs(config) is not None
+    is_asked = asked_graphs(config) is not None
     level = logging.WARNING if is_asked else logging.INFO
     graphs = _graphs((wanted[0], wanted[1] and max_blocks > 0), (mixed_compile, decode_compile), level)
     return Acceleration(
@@ -220,7 +220,7 @@ def _explicit_compile(config: ContinuousBatchingConfig, name: str) -> CompileSet
     return CompileSettings(**fields)
 
 
-def _asked_graphs(config: ContinuousBatchingConfig) -> tuple[bool, bool] | None:
+def asked_graphs(config: ContinuousBatchingConfig) -> tuple[bool, bool] | None:
     """Of (mixed, decode-only) steps, None where the config leaves the choice to the engine."""
     choice = config.use_cuda_graph
     if choice is None:
@@ -231,7 +231,7 @@ def _asked_graphs(config: ContinuousBatchingConfig) -> tuple[bool, bool] | None:
 
 def _wanted_graphs(config: ContinuousBatchingConfig, facts: ModelFacts, device: Capabilities) -> tuple[bool, bool]:
     """Where nothing is asked, those whose kernels can be replayed."""
-    asked = _asked_graphs(config)
+    asked = asked_graphs(config)
     if not device.graphs:
         if asked is not None and any(asked):
             logger.warning("CUDA graphs were asked for and are off: the model is on %s", facts.device_type)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from engine.execution.model_runner import ModelRunner
+    from engine.execution.waiting import WaitWatch
 
 
 def settle(
@@ -38,10 +39,10 @@ def settle(
 
     needs, asked = attention_needs(model, facts, config.page_size), attention_of(model)
     kernel = choose_flash(asked, config.auto_switch_to_flash, needs)
-    may_switch = config.auto_switch_to_flash or asked in FLASH  # as `make_ops` sees it
-    triton = (
-        may_switch and facts.device_type == "cuda" and probe_cache(needs.device, needs.dtype, needs.head_dim) is None
-    )
+    triton = kernel is None and facts.device_type == "cuda"
+    if triton:  # as `make_ops` sees it
+        may_switch = config.auto_switch_to_flash or asked in FLASH
+        triton = may_switch and probe_cache(needs.device, needs.dtype, needs.head_dim) is None
     return resolve(config, facts, hints, capabilities=Capabilities.of(facts.device_type, kernel, triton=triton))
 
 
@@ -58,7 +59,10 @@ def fit_to_device(
         NotImplementedError: the engine cannot run this architecture.
         MemoryError: the step does not fit, or the cache beside it; the text has the numbers.
     """
-    return profile(settings, config, facts, memory, lambda small: _make_runner(model, small))
+    from engine.execution.waiting import WaitWatch
+
+    watch = WaitWatch()
+    return profile(settings, config, facts, memory, lambda small: _make_runner(model, small, watch), watch)
 
 
 def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
@@ -87,11 +91,11 @@ def build_core(model: PreTrainedModel, settings: Settings) -> EngineCore:
         runner = _make_runner(model, settings)
     memory = device_memory(settings.device_type, next(model.parameters()).device.index)
     return EngineCore(
-        scheduler, runner, overlap=settings.async_batching, on_failure=lambda error: release_after(error, memory)
+        scheduler, runner, overlap=settings.async_batching, free_memory=lambda error: release_after(error, memory)
     )
 
 
-def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
+def _make_runner(model: PreTrainedModel, settings: Settings, watch: WaitWatch | None = None) -> ModelRunner:
     from engine.distributed.nccl import keep_graphs_apart
     from engine.distributed.sharding import tensor_parallel_mesh
     from engine.execution.model_runner import ModelRunner
@@ -103,4 +107,7 @@ def _make_runner(model: PreTrainedModel, settings: Settings) -> ModelRunner:
     pack = tensor_parallel_mesh(model) is None
     if not pack and settings.device_type == "cuda" and any(settings.graphs):
         keep_graphs_apart(shadow)
-    return ModelRunner(shadow, settings, source=source, pack=pack)
+    runner = ModelRunner(shadow, settings, source=source, pack=pack)
+    if watch is not None:  # only now: a model with hooks runs in no kernels
+        watch.attach(shadow)
+    return runner

@@ -74,7 +74,7 @@ class ContinuousBatchingConfig:
         None,
         "Replay recorded CUDA graphs, for (mixed, decode-only) steps or both. None: of both if a padding interval is "
         "set; else of decode-only steps, on CUDA where attention runs in a flash kernel or in the engine's own, or "
-        "use_async_batching is True.",
+        "use_async_batching is True, unless the model's forward makes the host wait.",
     )
     q_padding_interval_size: int = _field(
         0, "Multiple to which steps that are replayed pad their query tokens; asks for CUDA graphs. 0: 64."

@@ -60,8 +60,8 @@ class EngineCore:
     Args:
         overlap: launch each step before the results of the one before are taken, so that the host's work is hidden
             behind the device's. Results come one step later; nothing else changes.
-        on_failure: called with what a step raised, before anything else runs. Returns what to add to its text where a
-            request is to blame for it.
+        free_memory: called with what a step raised, before anything else runs. Where memory ran out it frees what it
+            can and says what to lower; else it returns an empty text.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class EngineCore:
         runner: Runner,
         *,
         overlap: bool = False,
-        on_failure: Callable[[Exception], str] = lambda error: "",
+        free_memory: Callable[[Exception], str] = lambda error: "",
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.steps = 0
         self.epoch = 0  # counts how often what was cached was forgotten
         self._overlap = overlap
-        self._on_failure = on_failure
+        self._free_memory = free_memory
         self._flights: deque[_Flight] = deque()  # oldest first; at most two, and outside `step` one
         self.checksum = 0  # of all tokens sampled and steps failed, in order; tensor parallel processes compare it
 
@@ -199,19 +199,25 @@ class EngineCore:
         return outputs
 
     def _recover(self, error: Exception) -> list[GenerationOutput]:
-        """A step raised: every request in flight runs once more, alone; one that fails alone is to blame."""
+        """A step raised: every request in flight runs once more, alone; one that fails alone is to blame.
+
+        Where memory ran out in a step that can be smaller, steps get smaller first.
+        """
         self.checksum = zlib.crc32(b"failed", self.checksum)
         batches = [flight.batch for flight in self._flights]
         for flight in self._flights:  # `step` still has one
             flight.pending = None
         self._flights.clear()
-        advice = self._on_failure(error)
+        advice = self._free_memory(error)
         if not batches:
             raise error  # no step raised: the engine itself is at fault
         was_alone = self.scheduler.is_suspect(batches[0].requests[0])
+        is_smaller = bool(advice) and self.scheduler.shrink_steps(max(batch.num_tokens for batch in batches))
+        if is_smaller:
+            logger.warning("steps have at most %d tokens from now on%s", self.scheduler.max_batch_tokens, advice)
         for batch in batches:
             self.scheduler.on_step_failed(batch)
-        if not was_alone:
+        if is_smaller or not was_alone:
             count = len({request.request_id for batch in batches for request in batch.requests})
             logger.warning("a step failed, its %d requests run alone now: %r", count, error)
             return []

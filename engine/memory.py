@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -84,7 +84,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(
         isinstance(each, MemoryError)
         or type(each).__name__ == "OutOfMemoryError"  # torch's
-        or any(text in str(each) for text in _OUT_OF_MEMORY)
+        or (isinstance(each, RuntimeError) and any(text in str(each) for text in _OUT_OF_MEMORY))
         for each in _chain(error)
     )
 
@@ -95,7 +95,8 @@ def release_after(error: Exception, memory: DeviceMemory | None) -> str:
         return ""
     forget_frames(error)
     if memory is not None:
-        memory.release()
+        with suppress(RuntimeError):  # a recording that was broken off may have left torch unable to
+            memory.release()
     return f" ({_WHAT_TO_LOWER})"
 
 
@@ -120,8 +121,7 @@ _WHAT_TO_LOWER = (
     "to leave steps more memory, lower num_blocks or max_memory_percent; to have them take less, lower "
     "max_batch_tokens or max_requests_per_batch"
 )
-# What the driver and cuBLAS say, as a RuntimeError.
-_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # what drivers and libraries say
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -11,9 +11,11 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from engine.acceleration import asked_graphs
 from engine.config import ContinuousBatchingConfig
 from engine.core import Runner
 from engine.facts import ModelFacts
@@ -31,6 +33,16 @@ _ONE_BLOCK = 1
 # some hundred to two thousand launches.
 _RECORDING = 8 << 20
 _MIXED_RECORDINGS = 32
+
+
+class Watch(Protocol):
+    """Looks on while the model runs.
+
+    Attributes:
+        waits: whether its last pass had the host wait for the device.
+    """
+
+    waits: bool
 
 
 @dataclass(frozen=True)
@@ -58,17 +70,22 @@ def profile(
     facts: ModelFacts,
     memory: DeviceMemory,
     make_runner: Callable[[Settings], Runner],
+    watch: Watch,
 ) -> Settings:
     """The settings with as many blocks as fit beside what a step was seen to take; the log has the numbers.
 
+    Nor are steps recorded, unless that was asked for, where the model's forward was seen to wait for the device.
+
     Args:
         settings: planned by formulas.
-        make_runner: makes one that is not used any more afterwards.
+        make_runner: makes one that is not used any more afterwards, and whose model is watched.
 
     Raises:
         MemoryError: a step does not fit, or not `config.num_blocks` beside it.
     """
-    cost = measure(settings, facts, memory, make_runner)
+    mixed, decode = measure(settings, memory, make_runner)
+    settings = _without_waiting(settings, config, watch)
+    cost = StepCost(mixed, decode, _replayed(settings, facts, mixed, decode))
     available = memory.available()
     found = fit_measured(settings, config, facts, cost.total, available)
     logger.info(
@@ -81,12 +98,10 @@ def profile(
     return found
 
 
-def measure(
-    settings: Settings, facts: ModelFacts, memory: DeviceMemory, make_runner: Callable[[Settings], Runner]
-) -> StepCost:
-    """Runs the largest mixed and the largest decode-only step, neither compiled nor recorded.
+def measure(settings: Settings, memory: DeviceMemory, make_runner: Callable[[Settings], Runner]) -> tuple[int, int]:
+    """Bytes that the largest mixed and the largest decode-only step take, neither compiled nor recorded.
 
-    Contexts are short: kernels need no memory for them beyond the cache.
+    Contexts are short: kernels need no memory for them beyond the cache. No prompt is scored.
 
     Raises:
         MemoryError: there is not enough memory to run them.
@@ -106,7 +121,7 @@ def measure(
     memory.start()
     before = memory.available()
     try:
-        mixed, decode = _peaks(small, memory, make_runner)
+        return _peaks(small, memory, make_runner)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -119,7 +134,6 @@ def measure(
     finally:
         gc.collect()  # modules refer to themselves
         memory.release()
-    return StepCost(mixed, decode, _replayed(settings, facts, mixed, decode))
 
 
 def largest_step(settings: Settings) -> ScheduledBatch:
@@ -133,7 +147,7 @@ def largest_step(settings: Settings) -> ScheduledBatch:
     return _batch(settings, counts)
 
 
-def _peaks(settings: Settings, memory: DeviceMemory, make_runner: Callable[[Settings], Runner]) -> list[int]:
+def _peaks(settings: Settings, memory: DeviceMemory, make_runner: Callable[[Settings], Runner]) -> tuple[int, int]:
     """What is taken at most in each of the two steps, with what the runner keeps."""
     runner, peaks = make_runner(settings), []
     for batch in (largest_step(settings), _batch(settings, [1] * settings.max_requests)):
@@ -142,7 +156,18 @@ def _peaks(settings: Settings, memory: DeviceMemory, make_runner: Callable[[Sett
         pending.result()
         del pending
         peaks.append(memory.peak())
-    return peaks
+    return peaks[0], peaks[1]
+
+
+def _without_waiting(settings: Settings, config: ContinuousBatchingConfig, watch: Watch) -> Settings:
+    if not (watch.waits and any(settings.graphs)):
+        return settings
+    is_asked = asked_graphs(config) is not None
+    logger.warning(
+        "the model's forward waits for the device, which cannot be recorded: %s",
+        "the CUDA graphs that were asked for may fail" if is_asked else "decode-only steps are not",
+    )
+    return settings if is_asked else dataclasses.replace(settings, graphs=(False, False), async_batching=False)
 
 
 def _batch(settings: Settings, counts: Sequence[int]) -> ScheduledBatch:

@@ -18,6 +18,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.policies import POLICIES
 
+_LEAST_STEP = 256  # tokens
 _PROMPT_LOGPROBS_CHUNK = 128  # tokens of a prompt whose logits a step keeps: a row of the vocabulary each
 
 
@@ -39,7 +40,7 @@ class Scheduler:
 
     Args:
         cache: where blocks come from; nobody else may admit requests to it.
-        max_batch_tokens: tokens in one step.
+        max_batch_tokens: tokens in one step; see `shrink_steps`.
         max_requests: running requests at once; at most `max_batch_tokens`, so that decodes never starve.
         safety_margin: share of all blocks that an admission must leave free, in [0, 1]; it does not hold back a
             request while nothing runs.
@@ -188,6 +189,17 @@ class Scheduler:
         for request in sorted(batch.requests, key=_order):
             if self.is_live(request):
                 self._suspect(request)
+
+    def shrink_steps(self, tokens: int) -> bool:
+        """A step of so many tokens was too large: those to come have at most half as many.
+
+        Never fewer than 256, nor than requests may run. False: the step was no larger than that.
+        """
+        least = max(_LEAST_STEP, self.max_requests)
+        if tokens <= least:
+            return False
+        self.max_batch_tokens = min(self.max_batch_tokens, max(least, tokens // 2))
+        return True
 
     def preempt_all(self) -> None:
         """Takes the blocks of everything that runs; all of it resumes in its order."""

@@ -19,7 +19,7 @@ from engine.request import RequestStatus
 from tests.engine.fixed_ops import FakeGraphs, FixedOps
 from tests.engine.recorded import generate_recorded
 from tests.harness import Stepper, before_forward, running, tokens
-from tests.models import ref
+from tests.models import build_tiny, ref
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB"
 NEW = 4
@@ -86,6 +86,18 @@ def test_requests_of_a_step_that_does_not_fit_run_alone(tiny: PreTrainedModel, o
     assert device.alive_at_release == [0]
 
 
+def test_nothing_can_be_given_back(tiny: PreTrainedModel, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def hook(ids: torch.Tensor) -> None:
+        if len(ids) > 40:
+            raise torch.OutOfMemoryError(TEXT)
+
+    monkeypatch.setattr(device, "release", refuse)
+    check_results(stepper(tiny, hook), tiny, PROMPTS)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_it_happens_once_whatever_is_in_the_step(tiny: PreTrainedModel, overlap: bool, device: Device) -> None:
     calls = [0]
@@ -109,6 +121,24 @@ def test_what_does_not_fit_alone_fails_alone_with_what_to_lower(tiny: PreTrained
     assert device.releases == 2
     made.outputs.clear()
     check_results(made, tiny, PROMPTS[:2])
+
+
+def test_steps_that_can_be_smaller_get_smaller_first(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    """So that a prompt whose chunk does not fit alone is done in smaller ones."""
+    model, seen = build_tiny(max_position_embeddings=2048), []
+
+    def hook(ids: torch.Tensor) -> None:
+        seen.append(len(ids))
+        if len(ids) > 400:
+            raise torch.OutOfMemoryError(TEXT)
+
+    made = Stepper(model, max_batch_tokens=1024, max_requests_per_batch=8)
+    before_forward(made.manager, hook)
+    check_results(made, model, [tokens(1, 1000), tokens(2, 30)])
+    assert [count for count in seen if count > 400] == [1024, 512]
+    assert made.core.scheduler.max_batch_tokens == 256 and max(seen[seen.index(512) + 1 :]) == 256
+    assert "steps have at most 256 tokens from now on (to leave steps more memory" in caplog.text
+    assert device.releases == 2
 
 
 def test_an_engine_that_has_no_memory_for_a_single_token_is_unhealthy(tiny: PreTrainedModel, device: Device) -> None:

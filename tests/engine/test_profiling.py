@@ -8,24 +8,29 @@ import dataclasses
 import logging
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from engine import memory as memory_module
+from engine.acceleration import Capabilities
 from engine.build import fit_to_device
 from engine.cache.groups import plan_groups
 from engine.config import ContinuousBatchingConfig
 from engine.distributed.coordinator import Alone
 from engine.execution.model_runner import ModelRunner
+from engine.execution.waiting import WaitWatch
 from engine.facts import ModelFacts
 from engine.manager import ContinuousBatchingManager
 from engine.memory import CudaMemory, device_memory, forget_frames, is_out_of_memory
 from engine.model.shadow import make_shadow, model_facts
-from engine.profiling import StepCost, largest_step, measure, profile
+from engine.profiling import largest_step, measure, profile
 from engine.settings import Settings, resolve
 from tests.architectures import build
 from tests.engine.rows import make_settings
@@ -84,7 +89,9 @@ def planned(**config: Any) -> tuple[Settings, ContinuousBatchingConfig]:
     return resolve(wanted, FACTS, memory=80 * GIB), wanted
 
 
-def profiled(memory: FakeMemory, error: Exception | None = None, **config: Any) -> tuple[Settings, Steps]:
+def profiled(
+    memory: FakeMemory, error: Exception | None = None, waits: bool = False, **config: Any
+) -> tuple[Settings, Steps]:
     settings, wanted = planned(**config)
     made: list[Steps] = []
 
@@ -92,7 +99,7 @@ def profiled(memory: FakeMemory, error: Exception | None = None, **config: Any) 
         made.append(Steps(small, error))
         return made[0]
 
-    return profile(settings, wanted, FACTS, memory, make), made[0]
+    return profile(settings, wanted, FACTS, memory, make, SimpleNamespace(waits=waits)), made[0]
 
 
 def test_the_cache_gets_what_the_step_leaves(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +140,9 @@ def test_what_follows_from_the_blocks_follows() -> None:
     assert found.max_requests == found.num_blocks < 1024
     facts = dataclasses.replace(FACTS, context_length=None)
     settings = resolve(ContinuousBatchingConfig(), facts, memory=80 * GIB)
-    found = profile(settings, ContinuousBatchingConfig(), facts, FakeMemory(GIB), lambda small: Steps(small))  # type: ignore[arg-type, return-value]
+    found = profile(
+        settings, ContinuousBatchingConfig(), facts, FakeMemory(GIB), lambda small: Steps(small), WaitWatch()
+    )  # type: ignore[arg-type, return-value]
     assert found.context_length == found.num_blocks * 256
 
 
@@ -177,6 +186,59 @@ def test_other_errors_stay_what_they_are() -> None:
 # With the model
 
 
+class Waiting(nn.Module):
+    """Warns as CUDA does when the host waits, if that is to be noticed."""
+
+    def __init__(self, modes: list[str], waits: bool) -> None:
+        super().__init__()
+        self.modes, self.waits = modes, waits
+
+    def forward(self, fails: bool = False) -> None:
+        if self.waits and self.modes[-1] == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        if fails:
+            raise RuntimeError("failed")
+
+
+def test_a_forward_that_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    watch, waiting, running = WaitWatch(), Waiting(modes, True), Waiting(modes, False)
+    for module in (waiting, running):
+        watch.attach(module)
+    assert not watch.waits
+    waiting()
+    assert watch.waits and modes[-1] == "default"
+    running()
+    assert not watch.waits
+    with pytest.raises(RuntimeError, match="failed"):
+        waiting(fails=True)
+    assert watch.waits and modes[-1] == "default"
+
+
+@pytest.mark.parametrize(
+    ("config", "graphs"), [({}, (False, False)), ({"use_cuda_graph": (False, True)}, (False, True))]
+)
+def test_steps_that_wait_are_not_recorded_unless_asked(
+    config: dict[str, Any], graphs: tuple[bool, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = ContinuousBatchingConfig(**config)
+    settings = resolve(wanted, FACTS, memory=80 * GIB, capabilities=Capabilities(graphs=True, block_tables=True))
+    assert settings.graphs == (False, True) and settings.async_batching
+    watch = SimpleNamespace(waits=True)
+    found = profile(settings, wanted, FACTS, FakeMemory(10 * GIB), lambda small: Steps(small), watch)  # type: ignore[arg-type, return-value]
+    assert found.graphs == graphs and found.async_batching is graphs[1]
+    assert "the model's forward waits for the device" in caplog.text
+    assert ("may fail" in caplog.text) is graphs[1]
+
+
+def test_steps_that_do_not_wait_stay_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    assert profiled(FakeMemory(10 * GIB), use_cuda_graph=True)[0].graphs == (True, True)
+    assert profiled(FakeMemory(10 * GIB), waits=True)[0].graphs == (False, False)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_model_really_runs_its_largest_step(windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mistral", seed=1, sliding_window=8) if windows else build_tiny()
@@ -192,8 +254,7 @@ def test_a_model_really_runs_its_largest_step(windows: bool, monkeypatch: pytest
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
     shadow = make_shadow(model)
-    cost = measure(settings, model_facts(model), FakeMemory(GIB, (7, 5)), lambda small: ModelRunner(shadow, small))
-    assert cost == StepCost(7, 5) and cost.total == 7
+    assert measure(settings, FakeMemory(GIB, (7, 5)), lambda small: ModelRunner(shadow, small)) == (7, 5)
     assert seen == [(48, 5), (5, 5)]
 
 
@@ -231,7 +292,7 @@ def test_processes_that_share_a_model_measure_the_same_steps_and_take_what_fits_
 ) -> None:
     monkeypatch.setattr("engine.manager.device_memory", lambda *_: FakeMemory(GIB, (0, 0)))
     measured: list[Settings] = []
-    monkeypatch.setattr("engine.profiling.measure", lambda settings, *_: measured.append(settings) or StepCost(0, 0))
+    monkeypatch.setattr("engine.profiling.measure", lambda settings, *_: measured.append(settings) or (0, 0))
     others = Agreeing([70, 50])
     manager = ContinuousBatchingManager(tiny, coordinator=others)
     assert others.own[1] > 70 and [settings.num_blocks for settings in measured] == [70]
@@ -291,6 +352,8 @@ def test_cuda(cuda: dict[str, int]) -> None:
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (ValueError("the tokens of 'out of memory' are not in the vocabulary"), False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("out of range"), False),

@@ -132,6 +132,16 @@ def test_priority_goes_before_arrival() -> None:
     assert_undisturbed(low, first, second)
 
 
+@pytest.mark.parametrize(
+    ("step", "max_requests", "left"),
+    [(2048, 8, 1024), (600, 8, 300), (300, 8, 256), (256, 8, None), (2048, 1500, 1500), (1500, 1500, None)],
+)
+def test_steps_that_were_too_large_shrink(step: int, max_requests: int, left: int | None) -> None:
+    scheduler = Scheduler(KVCache(8, 4), max_batch_tokens=2048, max_requests=max_requests, safety_margin=0.0)
+    assert scheduler.shrink_steps(step) == (left is not None)
+    assert scheduler.max_batch_tokens == (left or 2048)
+
+
 def test_the_request_cap_holds() -> None:
     engine = Engine(100, 4, max_requests=3)
     requests = [engine.add(prompt(4, i)) for i in range(7)]

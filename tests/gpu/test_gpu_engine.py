@@ -22,7 +22,7 @@ pytestmark = on_device
 
 LENGTHS = (1, 7, 40, 63, 64, 65, 100)
 MODES: dict[str, dict[str, Any]] = {
-    "directly": {},
+    "directly": {"use_cuda_graph": False},
     "graphs": {"use_cuda_graph": (True, True), "use_async_batching": False},
     "graphs and async batching": {"use_cuda_graph": (True, True), "use_async_batching": True},
     "decode graphs and async batching": {"use_cuda_graph": (False, True), "use_async_batching": True},
