@@ -14,7 +14,7 @@ from engine.execution.forward import FusedForward
 from engine.execution.kv_tensors import KVTensors, allocate
 from engine.ops.flash.fused import FlashTritonOps
 from engine.ops.flash.kernels import FlashAttention2, FlashAttention3, FlashKernel, TorchVarlen
-from tests.architectures import build
+from tests.architectures import WINDOW, build
 from tests.engine import fake_flash, test_attention_contract, test_flash_engine
 from tests.engine.rows import Rows, expected, make_runner
 from tests.engine.test_attention_contract import Backend
@@ -67,6 +67,15 @@ def contract(name: str, package: str, *arguments: Any) -> None:
 
 MODELS: dict[str, Any] = {
     "llama": lambda: build_tiny(max_position_embeddings=2048, num_hidden_layers=2),
+    "softcaps": lambda: build(
+        "gemma2",
+        seed=4,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=5.0,
+        head_dim=16,
+        max_position_embeddings=2048,
+        num_hidden_layers=2,
+    ),
     "windows": lambda: build(
         "qwen2",
         seed=4,
