@@ -22,10 +22,11 @@ from engine.ops.flash.fused import FlashTritonOps
 from engine.ops.triton import triton_ops
 from engine.ops.triton.triton_ops import TritonOps
 from tests.architectures import _HEADS, build
+from tests.engine.fixed_ops import FakeGraphs
 from tests.engine.launches import launched
 from tests.engine.rows import Rows, expected, make_settings
 from tests.engine.test_fused import FUSED, LONG
-from tests.engine.triton_engine import Reruns, on_triton, run
+from tests.engine.triton_engine import on_triton, run
 from tests.engine.triton_flash import make_kernel
 from tests.harness import Stepper, collect, core_of, running, tokens
 from tests.models import build_tiny, ref
@@ -108,7 +109,7 @@ def _bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def _rows(model: PreTrainedModel, own: bool = False, graphs: Reruns | None = None) -> Rows:
+def _rows(model: PreTrainedModel, own: bool = False, graphs: FakeGraphs | None = None) -> Rows:
     """Three requests on a runner that follows what is put in the place of the model's parameters."""
     settings = make_settings(
         model,
@@ -144,8 +145,7 @@ def changed_weights(way: str, own: bool, recorded: bool) -> tuple[float, float]:
 
     Of what is written in place, nobody is told, but for norms, which are left alone then.
     """
-    model, backend = build_tiny(num_hidden_layers=2), Reruns()
-    other = build_tiny(num_hidden_layers=2, seed=1)
+    model, other, backend = build_tiny(num_hidden_layers=2), build_tiny(num_hidden_layers=2, seed=1), FakeGraphs()
     if way == "in place":
         for part in other.modules():
             if part.__class__.__name__ == "LlamaRMSNorm":
@@ -153,22 +153,32 @@ def changed_weights(way: str, own: bool, recorded: bool) -> tuple[float, float]:
     rows, old = _rows(model, own, backend if recorded else None), copy.deepcopy(model)
     assert _error(rows, model) < 1e-3
     new = copy.deepcopy(other.state_dict())
-    if way == "in place":
-        model.load_state_dict(new)
-    elif way == "new data":
-        for name, parameter in model.named_parameters():
-            if name.endswith("proj.weight"):
-                parameter.data = new[name]
-            else:
-                parameter.data.copy_(new[name])
-    else:
-        model.load_state_dict(new, assign=True)
+    _change(model, new, way)
     if way != "in place":
         rows.runner.refresh_weights()
     assert all(torch.equal(value, new[name]) for name, value in model.state_dict().items())
     errors = _error(rows, other), _error(rows, old)
-    assert not recorded or sum(count > 1 for count in backend.replays) == 2
+    assert not recorded or sum(graph.replays > 1 for graph in backend.graphs) == 2
     return errors
+
+
+def replaced_under_recordings(way: str, own: bool) -> None:
+    """Recorded steps cannot follow what lies elsewhere, and say so for as long as it does."""
+    model = build_tiny(num_hidden_layers=2)
+    runner = _rows(model, own, FakeGraphs()).runner
+    runner.refresh_weights()
+    _change(model, copy.deepcopy(model.state_dict()), way)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="recorded steps read the old ones"):
+            runner.refresh_weights()
+
+
+def _change(model: nn.Module, new: dict[str, torch.Tensor], way: str) -> None:
+    if way == "new data":
+        for name, parameter in model.named_parameters():
+            parameter.data = new[name].clone()
+    else:
+        model.load_state_dict(new, assign=way == "assigned")
 
 
 def in_a_pause() -> None:
