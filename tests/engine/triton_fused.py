@@ -22,11 +22,10 @@ from engine.ops.flash.fused import FlashTritonOps
 from engine.ops.triton import triton_ops
 from engine.ops.triton.triton_ops import TritonOps
 from tests.architectures import _HEADS, build
-from tests.engine.fixed_ops import FakeGraphs
 from tests.engine.launches import launched
 from tests.engine.rows import Rows, expected, make_settings
 from tests.engine.test_fused import FUSED, LONG
-from tests.engine.triton_engine import on_triton, run
+from tests.engine.triton_engine import Reruns, on_triton, run
 from tests.engine.triton_flash import make_kernel
 from tests.harness import Stepper, collect, core_of, running, tokens
 from tests.models import build_tiny, ref
@@ -109,7 +108,7 @@ def _bytes(model: nn.Module) -> int:
     return sum(storages.values())
 
 
-def _rows(model: PreTrainedModel, own: bool = False, graphs: FakeGraphs | None = None) -> Rows:
+def _rows(model: PreTrainedModel, own: bool = False, graphs: Reruns | None = None) -> Rows:
     """Three requests on a runner that follows what is put in the place of the model's parameters."""
     settings = make_settings(
         model,
@@ -145,7 +144,7 @@ def changed_weights(way: str, own: bool, recorded: bool) -> tuple[float, float]:
 
     Of what is written in place, nobody is told, but for norms, which are left alone then.
     """
-    model, other, backend = build_tiny(num_hidden_layers=2), build_tiny(num_hidden_layers=2, seed=1), FakeGraphs()
+    model, other, backend = build_tiny(num_hidden_layers=2), build_tiny(num_hidden_layers=2, seed=1), Reruns()
     if way == "in place":
         for part in other.modules():
             if part.__class__.__name__ == "LlamaRMSNorm":
@@ -158,14 +157,14 @@ def changed_weights(way: str, own: bool, recorded: bool) -> tuple[float, float]:
         rows.runner.refresh_weights()
     assert all(torch.equal(value, new[name]) for name, value in model.state_dict().items())
     errors = _error(rows, other), _error(rows, old)
-    assert not recorded or sum(graph.replays > 1 for graph in backend.graphs) == 2
+    assert not recorded or sum(count > 1 for count in backend.replays) == 2
     return errors
 
 
 def replaced_under_recordings(way: str, own: bool) -> None:
     """Recorded steps cannot follow what lies elsewhere, and say so for as long as it does."""
     model = build_tiny(num_hidden_layers=2)
-    runner = _rows(model, own, FakeGraphs()).runner
+    runner = _rows(model, own, Reruns()).runner
     runner.refresh_weights()
     _change(model, copy.deepcopy(model.state_dict()), way)
     for _ in range(2):
