@@ -81,19 +81,20 @@ class ParameterSource:
     """Keeps the parameters of a shadow those of the model it was made from.
 
     What is written into a parameter needs nothing; a parameter that was replaced by another object does
-    (`load_state_dict(assign=True)`, `module.weight = ...`, another module in the place of one).
+    (`load_state_dict(assign=True)`, `module.weight = ...`, another module in the place of one), or that was given other
+    memory (`parameter.data = ...`).
     """
 
     def __init__(self, model: nn.Module, shadow: nn.Module) -> None:
         self._model, self._shadow = model, shadow
-        self._shapes = _shapes(model)
+        self.weights_are_given_up()
 
     def weights_are_given_up(self) -> None:
-        """From now on there must be none in their place."""
-        self._shapes = _shapes(self._model)
+        """From now on there must be none in their place, and others lie where they are now."""
+        self._shapes, self._places = _shapes(self._model), _places(self._model)
 
     def follow(self) -> bool:
-        """Take over replaced parameters; whether there were any.
+        """Take over replaced parameters; whether any lie elsewhere than when the engine was built, or are new.
 
         Raises:
             RuntimeError: the parameters differ from before in name, shape, dtype or device.
@@ -116,7 +117,11 @@ class ParameterSource:
         for name, parameter in replaced.items():
             owner, _, own_name = name.rpartition(".")
             self._shadow.get_submodule(owner)._parameters[own_name] = parameter
-        return bool(replaced)
+        return bool(replaced) or _places(self._model) != self._places
+
+
+def _places(model: nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _are_empty(shapes: dict[str, tuple[Any, ...]]) -> dict[str, bool]:

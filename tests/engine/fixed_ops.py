@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from engine.execution.kv_tensors import KVTensors
 from engine.ops.interface import PackedRows
 from engine.ops.torch_ops import TorchOps
+from tests.engine.launches import kernels_told
 
 
 @dataclass
@@ -120,15 +121,20 @@ class _Calls(TorchDispatchMode):
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs or {}))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        outside = [ptr for ptr in map(_address, tensors) if ptr not in self._made]
-        numbers = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        self.calls.append((str(func), [list(tensor.shape) for tensor in tensors], str(numbers), outside))
+        outside = self.note(str(func), (args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         results = [_address(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self._made.update(ptr for ptr in results if ptr not in outside)
         return out
+
+    def note(self, name: str, arguments: Any) -> list[int]:
+        """Keeps a launch; where its tensors lie that were not made inside."""
+        leaves = tree_leaves(arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        outside = [ptr for ptr in map(_address, tensors) if ptr not in self._made]
+        numbers = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        self.calls.append((name, [list(tensor.shape) for tensor in tensors], str(numbers), outside))
+        return outside
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -151,7 +157,8 @@ class FakeGraph:
                 raise RuntimeError(f"a recording cannot do {new}: recorded was {old}")
 
     def _traced(self) -> list[Any]:
-        with _Calls() as trace:
+        trace = _Calls()
+        with kernels_told(trace.note), trace:
             self._run()
         return trace.calls
 

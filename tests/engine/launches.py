@@ -6,7 +6,7 @@ The latter are seen in the process of Triton's interpreter alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,20 +33,25 @@ class _Seen(TorchDispatchMode):
 def launched() -> Iterator[list[str]]:
     """The names of what is launched inside, in its order."""
     names: list[str] = []
-    with pytest.MonkeyPatch.context() as patch, _Seen(names):
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            _see_kernels(patch, names)
+    with kernels_told(lambda name, arguments: names.append(f"triton:{name}")), _Seen(names):
         yield names
 
 
-def _see_kernels(patch: pytest.MonkeyPatch, names: list[str]) -> None:
+@contextmanager
+def kernels_told(tell: Callable[[str, Any], None]) -> Iterator[None]:
+    """`tell` gets the name and the arguments of each Triton kernel that is launched inside."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
     from triton.runtime.interpreter import InterpretedFunction
 
     run = InterpretedFunction.run
 
-    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(f"triton:{self.fn.__name__}")
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tell(self.fn.__name__, (args, kwargs))
         with _disable_current_modes():  # the interpreter works with tensors itself
             return run(self, *args, **kwargs)
 
-    patch.setattr(InterpretedFunction, "run", seen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", told)
+        yield

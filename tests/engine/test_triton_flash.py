@@ -40,6 +40,7 @@ def test_the_contract(interpreted: Run, case: Any) -> None:
         ("flash-attn-3", "llama", [5, 47, 48, 49, 5]),
         ("flash-attn", "llama", [5, 61]),
         ("flash-attn-3", "windows", [39, 41, 5]),
+        ("flash-attn-3", "softcaps", [5, 17, 40]),
         ("torch", "windows", [39, 5]),
         pytest.param("flash-attn", "windows", [5, 39, 41, 300], marks=slow),
     ],

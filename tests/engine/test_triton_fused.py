@@ -60,7 +60,7 @@ def test_without_memory_for_one_matrix_there_are_several(interpreted: Run) -> No
     ("way", "own", "recorded"),
     [
         ("in place", True, True),
-        ("new data", True, True),
+        ("new data", True, False),
         pytest.param("assigned", True, False, marks=slow),
         ("new data", False, False),
         pytest.param("in place", True, False, marks=slow),
@@ -71,6 +71,11 @@ def test_without_memory_for_one_matrix_there_are_several(interpreted: Run) -> No
 def test_changed_weights_count(interpreted: Run, way: str, own: bool, recorded: bool) -> None:
     right, stale = interpreted(cases.changed_weights, way, own, recorded)
     assert right < 1e-3 < stale
+
+
+@pytest.mark.parametrize(("way", "own"), [("new data", True), ("new data", False), ("assigned", True)])
+def test_recorded_steps_refuse_parameters_that_lie_elsewhere(interpreted: Run, way: str, own: bool) -> None:
+    interpreted(cases.replaced_under_recordings, way, own)
 
 
 def test_weights_that_are_replaced_in_a_pause(interpreted: Run) -> None:

@@ -14,11 +14,11 @@ from engine.execution.forward import FusedForward
 from engine.execution.kv_tensors import KVTensors, allocate
 from engine.ops.flash.fused import FlashTritonOps
 from engine.ops.flash.kernels import FlashAttention2, FlashAttention3, FlashKernel, TorchVarlen
-from tests.architectures import build
+from tests.architectures import WINDOW, build
 from tests.engine import fake_flash, test_attention_contract, test_flash_engine
+from tests.engine.fixed_ops import FakeGraphs
 from tests.engine.rows import Rows, expected, make_runner
 from tests.engine.test_attention_contract import Backend
-from tests.engine.triton_engine import Reruns
 from tests.harness import Stepper
 from tests.models import build_tiny
 
@@ -67,6 +67,15 @@ def contract(name: str, package: str, *arguments: Any) -> None:
 
 MODELS: dict[str, Any] = {
     "llama": lambda: build_tiny(max_position_embeddings=2048, num_hidden_layers=2),
+    "softcaps": lambda: build(
+        "gemma2",
+        seed=4,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=5.0,
+        head_dim=16,
+        max_position_embeddings=2048,
+        num_hidden_layers=2,
+    ),
     "windows": lambda: build(
         "qwen2",
         seed=4,
@@ -92,8 +101,11 @@ def generated(package: str, name: str, lengths: list[int], **fields: Any) -> Non
 
 
 def replayed_steps(package: str, mixed: bool) -> tuple[int, float]:
-    """Recordings that were replayed, and the largest error of their logits."""
-    model, backend, kernel = build_tiny(num_hidden_layers=2).half(), Reruns(), make_kernel(package)
+    """Recordings that were replayed, and the largest error of their logits.
+
+    The recorder refuses whatever launches anything else when it is replayed, or on other memory.
+    """
+    model, backend, kernel = build_tiny(num_hidden_layers=2).half(), FakeGraphs(), make_kernel(package)
 
     def ops(kv: KVTensors) -> FlashTritonOps:
         for tensor in (*kv.keys, *kv.values):
@@ -119,7 +131,7 @@ def replayed_steps(package: str, mixed: bool) -> tuple[int, float]:
             difference = logits - expected(model, request, request.computed)
             error = max(error, difference.abs().nan_to_num(torch.inf).max().item())
     assert isinstance(runner._mixed._forward, FusedForward)
-    return sum(count > 1 for count in backend.replays), error
+    return sum(graph.replays > 1 for graph in backend.graphs), error
 
 
 def cleared(device: torch.device | str = "cpu") -> None:

@@ -141,8 +141,7 @@ def changed_weights(way: str, own: bool, recorded: bool) -> tuple[float, float]:
 
     Of what is written in place, nobody is told, but for norms, which are left alone then.
     """
-    model, backend = build_tiny(num_hidden_layers=2), Reruns()
-    other = build_tiny(num_hidden_layers=2, seed=1)
+    model, other, backend = build_tiny(num_hidden_layers=2), build_tiny(num_hidden_layers=2, seed=1), Reruns()
     if way == "in place":
         for part in other.modules():
             if part.__class__.__name__ == "LlamaRMSNorm":
@@ -150,22 +149,32 @@ def changed_weights(way: str, own: bool, recorded: bool) -> tuple[float, float]:
     rows, old = _rows(model, own, backend if recorded else None), copy.deepcopy(model)
     assert _error(rows, model) < 1e-3
     new = copy.deepcopy(other.state_dict())
-    if way == "in place":
-        model.load_state_dict(new)
-    elif way == "new data":
-        for name, parameter in model.named_parameters():
-            if name.endswith("proj.weight"):
-                parameter.data = new[name]
-            else:
-                parameter.data.copy_(new[name])
-    else:
-        model.load_state_dict(new, assign=True)
+    _change(model, new, way)
     if way != "in place":
         rows.runner.refresh_weights()
     assert all(torch.equal(value, new[name]) for name, value in model.state_dict().items())
     errors = _error(rows, other), _error(rows, old)
     assert not recorded or sum(count > 1 for count in backend.replays) == 2
     return errors
+
+
+def replaced_under_recordings(way: str, own: bool) -> None:
+    """Recorded steps cannot follow what lies elsewhere, and say so for as long as it does."""
+    model = build_tiny(num_hidden_layers=2)
+    runner = _rows(model, own, Reruns()).runner
+    runner.refresh_weights()
+    _change(model, copy.deepcopy(model.state_dict()), way)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="recorded steps read the old ones"):
+            runner.refresh_weights()
+
+
+def _change(model: nn.Module, new: dict[str, torch.Tensor], way: str) -> None:
+    if way == "new data":
+        for name, parameter in model.named_parameters():
+            parameter.data = new[name].clone()
+    else:
+        model.load_state_dict(new, assign=way == "assigned")
 
 
 def in_a_pause() -> None:
