@@ -6,7 +6,8 @@ and plan are written into the memory of those that were recorded. Knows nothing 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import logging
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +18,10 @@ from engine.execution.forward import Forward, FusedForward, StepInputs, carried_
 from engine.execution.input_batch import InputBatch
 from engine.execution.staging import Staging
 
+logger = logging.getLogger(__name__)
+
 MAX_RECORDINGS = 128  # of a path; the least recently used one goes
+_MOST_TRIES = 3  # to record a shape: room for it may be found later
 _FINE_FROM = 32  # rows, from which on the products' time grows with them
 
 
@@ -97,6 +101,7 @@ class GraphRunner:
         self._staging = staging
         self._most_kept = most_kept
         self._recordings: OrderedDict[StepShape, _Recording] = OrderedDict()
+        self._failures: Counter[StepShape] = Counter()
         self._logits = torch.empty(0)  # where every recording leaves its result
 
     @property
@@ -119,31 +124,41 @@ class GraphRunner:
         step = StepInputs.of(inputs, shape.tokens, shape.kept), plan
         carried = carried_ids(inputs, previous_ids)
         recording = self._recordings.get(shape)
-        if recording is None:
-            recording = self._recordings[shape] = self._record(step, shape, carried)
-            if len(self._recordings) > MAX_RECORDINGS:
-                self._recordings.popitem(last=False)
-        else:
+        if recording is not None:
             self._recordings.move_to_end(shape)
             self._staging.send_again(recording.step, recording.memory, step)
-            if carried is not None:
-                recording.step[0].carry(carried)
-        recording.graph.replay()
+            sent = recording.step
+        else:
+            sent, memory = self._staging.send(step)
+        if carried is not None:
+            sent[0].carry(carried)
+        if recording is not None:
+            recording.graph.replay()
+        elif self._failures[shape] >= _MOST_TRIES:
+            self._run(sent, shape)
+        else:
+            self._record_and_run(sent, memory, shape)
         return self._logits[: len(inputs.keep)]
 
-    def _record(self, step: tuple[StepInputs, Any], shape: StepShape, carried: torch.Tensor | None) -> _Recording:
-        sent, memory = self._staging.send(step)
-        inputs, plan = sent
-        if carried is not None:
-            inputs.carry(carried)
+    def _record_and_run(self, sent: tuple[StepInputs, Any], memory: torch.Tensor, shape: StepShape) -> None:
+        try:
+            graph = self._backend.capture(lambda: self._run(sent, shape))
+        except Exception as error:
+            self._run(sent, shape)  # what raises here too is the step's own fault
+            self._failures[shape] += 1
+            left = _MOST_TRIES - self._failures[shape]
+            logger.warning("%s ran directly, since recording it failed (%d more tries): %r", shape, left, error)
+            return
+        self._recordings[shape] = _Recording(graph, sent, memory)
+        if len(self._recordings) > MAX_RECORDINGS:
+            self._recordings.popitem(last=False)
+        graph.replay()
 
-        def run() -> None:
-            logits = self._forward(inputs, plan)
-            if not len(self._logits):  # at first use, which backends do not record
-                self._logits = logits.new_zeros(self._most_kept, logits.shape[1])
-            self._logits[: shape.kept].copy_(logits)
-
-        return _Recording(self._backend.capture(run), sent, memory)
+    def _run(self, sent: tuple[StepInputs, Any], shape: StepShape) -> None:
+        logits = self._forward(*sent)
+        if not len(self._logits):  # at first use, which backends do not record
+            self._logits = logits.new_zeros(self._most_kept, logits.shape[1])
+        self._logits[: shape.kept].copy_(logits)
 
 
 def decode_sizes(most: int) -> list[int]:

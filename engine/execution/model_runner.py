@@ -30,8 +30,8 @@ from engine.model.shadow import ParameterSource, attention_of, model_facts
 from engine.ops import make_ops
 from engine.ops.interface import Ops
 from engine.outputs import StepOutput
-from engine.request import Request, TokenLogprobs
-from engine.sampling.logprobs import prompt_logprobs
+from engine.request import Request
+from engine.sampling.logprobs import PromptScores, score_prompt
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampled, Sampler
 from engine.sampling.sending import ToDevice
@@ -56,7 +56,7 @@ class Pending:
         token_ids: int64 [len(requests)] on the device, for the step that follows; None before `sample`.
     """
 
-    __slots__ = ("_prompt_logprobs", "_ready", "_sampled", "logits", "prompts", "requests", "token_ids")
+    __slots__ = ("_ready", "_sampled", "_scored", "logits", "prompts", "requests", "token_ids")
 
     def __init__(self, requests: list[Request], logits: torch.Tensor, prompts: Sequence[PromptPart] = ()) -> None:
         self.requests = requests
@@ -68,18 +68,19 @@ class Pending:
         self.token_ids: torch.Tensor | None = None
         self._sampled: Sampled | None = None
         self._ready: torch.cuda.Event | None = None
-        self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._scored: dict[int, PromptScores] = {}
 
-    def set_sampled(self, sampled: Sampled | None, scored: dict[int, list[TokenLogprobs]]) -> None:
-        self._prompt_logprobs, self.prompts = scored, {}
-        if sampled is None:
-            return
-        self.token_ids = sampled.token_ids
-        if sampled.token_ids.device.type == "cuda":  # to read them later must not wait for a step launched since
-            sampled = sampled.copied(_start_to_host)
+    def set_sampled(self, sampled: Sampled | None, scored: dict[int, PromptScores]) -> None:
+        """What came of the step: tokens, None without any, and scores of prompts by row of the batch."""
+        self.prompts = {}
+        if sampled is not None:
+            self.token_ids = sampled.token_ids
+        if self.logits.device.type == "cuda":  # to read them later must not wait for a step launched since
+            sampled = None if sampled is None else sampled.copied(_start_to_host)
+            scored = {row: scores.copied(_start_to_host) for row, scores in scored.items()}
             self._ready = torch.cuda.Event()
             self._ready.record()
-        self._sampled = sampled
+        self._sampled, self._scored = sampled, scored
 
     def result(self) -> StepOutput:
         """Waits for the device and returns the tokens.
@@ -95,7 +96,7 @@ class Pending:
             raise RuntimeError("result() before sample()")
         else:
             output = StepOutput([])
-        output.prompt_logprobs = self._prompt_logprobs
+        output.prompt_logprobs = {row: scores.read() for row, scores in self._scored.items()}
         return output
 
 
@@ -205,7 +206,7 @@ class ModelRunner:
         Args:
             masks: bool [rows, vocab_size], True where a token may be chosen; None allows all.
         """
-        scored = {row: prompt_logprobs(*asked, self._sampler.workspace) for row, asked in pending.prompts.items()}
+        scored = {row: score_prompt(*asked, self._sampler.workspace) for row, asked in pending.prompts.items()}
         if not pending.requests:
             pending.set_sampled(None, scored)
             return
@@ -232,6 +233,7 @@ class ModelRunner:
         if not self._has_set_up:
             tokens = min(tokens, _CPU_WARMUP_TOKENS)
         self._dry_run(tokens)
+        self._sampler.warm_up(self._device, self._model.dtype)  # type: ignore[arg-type]
         self._set_up("mixed steps of up to %d tokens", self._mixed.recorded_sizes, self._dry_run)
         if (decode := self._decode) is not None:
             self._set_up(

@@ -15,7 +15,7 @@ from engine.model.gpu_layer import GpuDecoder
 from engine.model.layer import FusedDecoder
 from engine.model.recognition import describe
 from engine.ops.cpu.cpu_ops import CpuOps
-from engine.ops.interface import Ops
+from engine.ops.interface import Ops, PlainOps
 from engine.ops.triton.triton_ops import TritonOps
 from engine.settings import Settings
 
@@ -35,7 +35,7 @@ def fuse(model: nn.Module, ops: Ops, settings: Settings) -> FusedDecoder | GpuDe
     """
     try:
         if not isinstance(ops, CpuOps | TritonOps):
-            why = getattr(ops, "why_plain", "other operations were given")
+            why = ops.why_plain if isinstance(ops, PlainOps) else "other operations were given"
             raise NotFusedError(f"its attention does not run in the engine's compiled kernels ({why})")
         if settings.mixed_compile is not None or settings.decode_compile is not None:
             raise NotFusedError("it is to be compiled")

@@ -284,6 +284,31 @@ def test_a_step_that_fails_while_it_is_recorded_leaves_the_runner_usable(tiny: P
     check_tokens(tiny, rows)
 
 
+def test_a_step_that_cannot_be_recorded_runs_directly(
+    tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case, tried = recorded(tiny, which=(False, True)), 0
+    rows = Rows(case.runner, 512, [5, 7])
+    rows.step({0: 5, 1: 7})
+
+    def refuse(run: Callable[[], None]) -> None:
+        nonlocal tried
+        tried += 1
+        raise torch.OutOfMemoryError("no memory for another graph")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(case.backend, "capture", refuse)
+        for _ in range(5):
+            rows.step({0: 1, 1: 1})
+    assert tried == 3 and not case.backend.graphs
+    assert "StepShape(tokens=2, kept=2, kv=0) ran directly, since recording it failed (0 more tries)" in caplog.text
+    rows.step({0: 1, 1: 1})
+    assert not case.backend.graphs
+    rows.step({0: 1})
+    assert len(case.backend.graphs) == 1
+    check_tokens(tiny, rows)
+
+
 def test_operations_without_fixed_shapes_are_said(tiny: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     runner = make_runner(
         tiny,
