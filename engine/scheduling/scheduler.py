@@ -228,8 +228,11 @@ class Scheduler:
         self._suspects[request.request_id] = request
 
     def _schedule_suspect(self, batch: ScheduledBatch) -> None:
-        """The first suspect alone. It may take blocks from running requests: alone it always has enough."""
+        """The first suspect alone. It may take blocks from running requests: alone it has enough, or outgrew them all."""
         suspect = next(iter(self._suspects.values()))
+        if suspect.num_tokens > self.cache.max_tokens:
+            self._outgrow(batch, suspect)
+            return
         others = [request for request in self._running if request is not suspect]
         if self.cache.holds(suspect):
             while not self.cache.grow(suspect):

@@ -328,6 +328,22 @@ def test_a_prompt_as_large_as_the_cache_gets_one_token() -> None:
     assert request.output_ids == reference(request.prompt_ids, 1)
 
 
+def test_a_request_that_outgrows_the_cache_while_it_is_a_suspect_leaves_with_what_it_has() -> None:
+    engine = Engine(5, 2, budget=16)
+    request = engine.add(prompt(7), 5)
+    for _ in range(4):
+        engine.step()
+    assert request.num_tokens == 11 > engine.cache.max_tokens
+    assert engine.rot(request) == [request] and engine.scheduler.is_suspect(request)
+    small = engine.add(prompt(3, 1), 2)
+    batch = engine.step()
+    assert batch.outgrown == [request] and not batch.requests
+    assert not engine.scheduler.has_suspects
+    while engine.scheduler.has_work:
+        engine.step()
+    assert_undisturbed(small)
+
+
 def test_a_request_that_outgrows_the_cache_while_preempted_does_not_wait_for_ever() -> None:
     """It shared all blocks of an older one, so that together they used the whole cache."""
     engine = Engine(5, 4)

@@ -200,8 +200,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request not in set(scheduler.live())
         self.check_rows(batch, before)
         if suspects:
-            assert len(batch.requests) == 1
-            assert batch.requests[0] in suspects
+            assert len(batch.requests) + len(batch.outgrown) == 1
+            assert {*batch.requests, *batch.outgrown} <= set(suspects)
             self.rivals.clear()
         else:
             preempted = {request for request in before if request not in after and request not in batch.outgrown}
