@@ -228,7 +228,7 @@ class Scheduler:
         self._suspects[request.request_id] = request
 
     def _schedule_suspect(self, batch: ScheduledBatch) -> None:
-        """The first suspect alone. It may take blocks from running requests: alone it has enough, or outgrew them all."""
+        """The first suspect alone. It may take blocks from others: alone it has enough, or has outgrown the cache."""
         suspect = next(iter(self._suspects.values()))
         if suspect.num_tokens > self.cache.max_tokens:
             self._outgrow(batch, suspect)
