@@ -73,8 +73,9 @@ class ContinuousBatchingConfig:
     use_cuda_graph: bool | tuple[bool, bool] | None = _field(
         None,
         "Replay recorded CUDA graphs, for (mixed, decode-only) steps or both. None: of both if a padding interval is "
-        "set; else of decode-only steps, on CUDA where attention runs in a flash kernel or in the engine's own, or "
-        "use_async_batching is True, unless the model's forward makes the host wait.",
+        "set; else, on CUDA where attention runs in a flash kernel or in the engine's own, of decode-only steps and, "
+        "if that kernel can replay them, of mixed ones of up to 512 tokens, unless the model's forward makes the host "
+        "wait. use_async_batching=True asks for those of decode-only steps with any kernel.",
     )
     q_padding_interval_size: int = _field(
         0, "Multiple to which steps that are replayed pad their query tokens; asks for CUDA graphs. 0: 64."
