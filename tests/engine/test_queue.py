@@ -15,11 +15,12 @@ import engine
 from engine import ContinuousBatchingManager, RequestStatus
 from engine.waiting_room import WaitingRoom
 from tests.conftest import wait_limit
-from tests.harness import NO_EOS, collect, config, core_of, running, tokens
+from tests.harness import NO_EOS, before_forward, collect, config, core_of, running, tokens
 from tests.models import ref
 from tests.serving import wait_until
 
-LONG = 200  # tokens of a request that holds the only running slot for the length of a test
+LONG = 200  # tokens of a request that holds the only running slot for the length of a test,
+STEP_S = 0.01  # since no step takes less
 
 
 def fill(manager: ContinuousBatchingManager, waiting: int) -> list[str]:
@@ -31,6 +32,7 @@ def fill(manager: ContinuousBatchingManager, waiting: int) -> list[str]:
 
 def small(tiny: PreTrainedModel, size: int) -> ContinuousBatchingManager:
     manager = engine.init_continuous_batching(tiny, NO_EOS, config(max_requests_per_batch=1, max_queue_size=size))
+    before_forward(manager, lambda ids: time.sleep(STEP_S))
     manager.start()
     return manager
 
