@@ -26,6 +26,7 @@ NAMES = (
     "steps llama-8b",
     "transformers qwen3-0.6b",
     "transformers llama-8b",
+    "products",
 )
 
 
@@ -81,7 +82,7 @@ def _work(options: argparse.Namespace) -> int:
             report.stages.setdefault(name, {"status": "skipped", "reason": reason, "rows": []})
         report.write()
         return 0
-    from engine.gpu_check import attention, device, parity, peer, steps
+    from engine.gpu_check import attention, device, parity, peer, products, steps
     from engine.gpu_check.floors import Limits
 
     bench = device.Bench(torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.small)
@@ -97,6 +98,7 @@ def _work(options: argparse.Namespace) -> int:
         Stage("steps llama-8b", 100, partial(steps.steps, bench, name="llama-8b", variants=False)),
         Stage("transformers qwen3-0.6b", 60, partial(peer.peer, bench, name="qwen3-0.6b")),
         Stage("transformers llama-8b", 60, partial(peer.peer, bench, name="llama-8b")),
+        Stage("products", 20, partial(products.products, bench)),
     ]
     chosen = [stage for stage in stages if stage.name in options.stages]
     return run_stages(chosen, report, options.seconds - (time.monotonic() - begin), bench.free)

@@ -13,7 +13,7 @@ import torch
 
 from engine.execution.kv_tensors import KVTensors
 from engine.gpu_check import __main__ as command
-from engine.gpu_check import attention, models, parity
+from engine.gpu_check import attention, models, parity, products
 from engine.gpu_check.backends import Backend
 from engine.gpu_check.device import Bench
 from engine.gpu_check.floors import Limits, ModelCosts, busy, share
@@ -65,6 +65,24 @@ def test_without_rates_there_are_no_floors() -> None:
     assert LLAMA.decode_seconds(Limits(gemm=1.0), 1, 1) is None and LLAMA.prefill_seconds(Limits(1.0), 1) is None
     assert LLAMA.decode_seconds(Limits(4.3e12), 1, 0) == LLAMA.weights * 2 / 4.3e12
     assert share(None, 1.0) is None and share(0.5, 2.0) == 0.25
+
+
+def test_floor_of_a_product() -> None:
+    """Of 4096 * 6144 weights in bfloat16 and the vectors of each row: 50.3 MB, or at batch 256 12.9 GFLOP."""
+    (name, (outputs, inputs)), *_ = products.shapes(models.config_of("llama-8b"))
+    assert (name, outputs, inputs) == ("qkv", 6144, 4096)
+    one, many = (products.floor_seconds(H200, batch, outputs, inputs) for batch in (1, 256))
+    assert one is not None and 1e6 * one == pytest.approx(11.71, abs=0.01)
+    assert many is not None and 1e6 * many == pytest.approx(16.31, abs=0.01)
+
+
+def test_products_have_all_weights_that_a_step_reads() -> None:
+    """But for the norms'."""
+    for name, costs in (("llama-8b", LLAMA), ("qwen3-0.6b", QWEN)):
+        config = models.config_of(name)
+        *layer, logits = (rows * columns for _, (rows, columns) in products.shapes(config))
+        norms = costs.weights - sum(layer) * config.num_hidden_layers - logits
+        assert 0 < norms < 1e-3 * costs.weights
 
 
 def test_bytes_of_attention() -> None:
