@@ -48,13 +48,21 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # one for all: memory that is cached belongs to a stream
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()  # whatever is set up at first use must not be recorded
-        torch.cuda.current_stream().wait_stream(self._stream)
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()  # whatever is set up at first use must not be recorded
+        finally:
+            before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        # On the stream that it has run on: libraries keep memory for each stream, which is taken by now.
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with recording:
+                run()
+        finally:
+            torch.cuda.set_stream(before)  # one that breaks off stays on its own
         return graph
 
 
