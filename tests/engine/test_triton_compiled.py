@@ -40,7 +40,7 @@ OTHERS = {
         (BF16, 32, 8, 128, {}, 0),  # Llama 3.1 8B
         (BF16, 64, 8, 64, {"window": 128, "with_sinks": True}, 0),  # gpt-oss
         pytest.param(BF16, 8, 4, 256, {"window": 4096, "softcap": 50.0}, 64, marks=slow),  # Gemma 2
-        pytest.param(BF16, 16, 8, 128, {"page": 256}, 0, marks=slow),  # Qwen3 0.6B
+        pytest.param(BF16, 16, 8, 128, {"page": 256}, 16, marks=slow),  # Qwen3 0.6B
         pytest.param(BF16, 9, 3, 64, {}, 16, marks=slow),
         pytest.param(BF16, 32, 32, 80, {}, 0, marks=slow),
         pytest.param(BF16, 32, 32, 96, {"window": 2047}, 0, marks=slow),
