@@ -18,7 +18,7 @@ from engine.gpu_check.backends import Backend
 from engine.gpu_check.device import Bench
 from engine.gpu_check.floors import Limits, ModelCosts, busy, share
 from engine.gpu_check.goals import figures, table
-from engine.gpu_check.peer import together
+from engine.gpu_check.peer import needed, together
 from engine.gpu_check.stages import Progress, Report
 from engine.gpu_check.supervise import supervise
 from engine.ops.torch_ops import TorchOps
@@ -70,6 +70,11 @@ def test_without_rates_there_are_no_floors() -> None:
 def test_bytes_of_attention() -> None:
     case = next(case for case in attention.CASES if (case.rows, case.context) == (256, 1024) and case.heads == 32)
     assert case.tokens == 262_144 and case.read_bytes(torch.bfloat16) == 262_144 * 2 * 8 * 128 * 2 == 1 << 30
+
+
+def test_a_large_case_is_left_out_after_slow_small_ones() -> None:
+    assert needed(1, {}) == needed(32, {1: 0.1}) == 10
+    assert needed(256, {1: 0.2, 32: 8.0}) == 64
 
 
 def test_time_that_kernels_cover() -> None:
