@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.cuda import memory as torch_memory
 
 from engine.execution.forward import Forward, FusedForward, StepInputs, carried_ids
 from engine.execution.input_batch import InputBatch
@@ -61,9 +63,20 @@ class CudaGraphs:
         try:
             with recording:
                 run()
+        except Exception:
+            self._give_up_memory()
+            raise
         finally:
-            torch.cuda.set_stream(before)  # one that breaks off stays on its own
+            torch.cuda.set_stream(before)  # a recording that cannot be ended leaves its own
         return graph
+
+    def _give_up_memory(self) -> None:
+        """Where torch could not end a recording, its memory still counts as being recorded in: none would ever begin
+        again, nor cached memory be given back."""
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # it was ended
+            torch_memory._cuda_endAllocateToPool(device, self._pool)
+            torch_memory._cuda_releasePool(device, self._pool)
 
 
 @dataclass(frozen=True, slots=True)

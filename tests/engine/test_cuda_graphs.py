@@ -32,6 +32,8 @@ class Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.default = self.current = Stream("default")
         self.breaks_off = False
+        self.allocating_in: list[Any] = []
+        self.released: list[Any] = []
         self.recorded_on: list[tuple[Stream, Any]] = []
         for name, value in {
             "Stream": lambda device: Stream(),
@@ -41,8 +43,11 @@ class Cuda:
             "CUDAGraph": object,
             "graph": self.graph,
             "graph_pool_handle": object,
+            "current_device": lambda: 0,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", self.end_allocating)
+        monkeypatch.setattr(torch.cuda.memory, "_cuda_releasePool", lambda device, pool: self.released.append(pool))
 
     def set_stream(self, stream: Stream) -> None:
         self.current = stream
@@ -59,12 +64,22 @@ class Cuda:
     def graph(self, graph: Any, *, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         """As torch's, which leaves its stream current where the recording cannot be ended."""
         assert capture_error_mode == "thread_local"
+        assert not self.allocating_in
         self.current = stream
-        yield
+        self.allocating_in.append(pool)
+        try:
+            yield
+        finally:
+            if self.breaks_off:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.allocating_in.remove(pool)
+            self.current = self.default
         self.recorded_on.append((stream, pool))
-        if self.breaks_off:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        self.current = self.default
+
+    def end_allocating(self, device: int, pool: Any) -> None:
+        if pool not in self.allocating_in:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.allocating_in.remove(pool)
 
 
 @pytest.fixture
@@ -89,12 +104,27 @@ def test_a_step_runs_and_is_recorded_on_one_stream(cuda: Cuda) -> None:
     assert cuda.current is cuda.default
 
 
-def test_what_follows_a_broken_recording_runs_where_steps_run(cuda: Cuda) -> None:
+def test_a_recording_that_breaks_off_leaves_nothing_behind(cuda: Cuda) -> None:
     graphs, (_, run) = CudaGraphs(DEVICE), noting(cuda)
     cuda.breaks_off = True
     with pytest.raises(RuntimeError, match="capture"):
         graphs.capture(run)
-    assert cuda.current is cuda.default
+    assert cuda.current is cuda.default and len(cuda.released) == 1
+    cuda.breaks_off = False
+    graphs.capture(run)
+    assert cuda.recorded_on and not cuda.allocating_in
+
+
+def test_a_recording_of_what_raises_is_given_up_by_torch(cuda: Cuda) -> None:
+    runs = iter((None, ValueError("later")))
+
+    def run() -> None:
+        if (error := next(runs)) is not None:
+            raise error
+
+    with pytest.raises(ValueError, match="later"):
+        CudaGraphs(DEVICE).capture(run)
+    assert cuda.current is cuda.default and not cuda.released and not cuda.allocating_in
 
 
 def test_what_a_failed_run_left_on_its_stream_is_waited_for(cuda: Cuda) -> None:
