@@ -77,6 +77,34 @@ def test_a_large_case_is_left_out_after_slow_small_ones() -> None:
     assert needed(256, {1: 0.2, 32: 8.0}) == 64
 
 
+def test_attention_is_timed_without_its_launches_where_it_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.extend([0] * 5)
+
+    class Graphs:
+        def __init__(self, device: torch.device) -> None:
+            self.fails = device.type == "meta"
+
+        def capture(self, run: Any) -> Graph:
+            run()
+            if self.fails:
+                raise RuntimeError("capture")
+            return Graph()
+
+    monkeypatch.setattr(attention, "CudaGraphs", Graphs)
+    times = [5.0, 2.0, 3.0]
+    monkeypatch.setattr(Bench, "best_seconds", lambda self, call: [call(), times.pop(0)][1])
+    here, elsewhere = Bench(torch.device("cpu"), True), Bench(torch.device("meta"), True)
+    assert attention.call_seconds(here, lambda: calls.append(1), True) == (1.0, "recorded")
+    assert calls == [1] * 5 + [0] * 5
+    assert attention.call_seconds(here, lambda: calls.append(1), False) == (2.0, "directly")
+    seconds, launched = attention.call_seconds(elsewhere, lambda: calls.append(1), True)
+    assert seconds == 3.0 and "capture" in launched and calls[-1] == 1
+
+
 def test_time_that_kernels_cover() -> None:
     assert busy([]) == 0
     spans = [(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.0, 2.0), (6.0, 7.0), (7.5, 8.0)]
