@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.cuda import memory as torch_memory
 
 from engine.execution.forward import Forward, FusedForward, StepInputs, carried_ids
 from engine.execution.input_batch import InputBatch
@@ -48,14 +50,33 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # one for all: memory that is cached belongs to a stream
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()  # whatever is set up at first use must not be recorded
-        torch.cuda.current_stream().wait_stream(self._stream)
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()  # whatever is set up at first use must not be recorded
+        finally:
+            before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        # On the stream that it has run on: libraries keep memory for each stream, which is taken by now.
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        try:
+            with recording:
+                run()
+        except Exception:
+            self._give_up_memory()
+            raise
+        finally:
+            torch.cuda.set_stream(before)  # a recording that cannot be ended leaves its own
         return graph
+
+    def _give_up_memory(self) -> None:
+        """Where torch could not end a recording, its memory still counts as being recorded in: none would ever begin
+        again, nor cached memory be given back."""
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # it was ended
+            torch_memory._cuda_endAllocateToPool(device, self._pool)
+            torch_memory._cuda_releasePool(device, self._pool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,10 @@ def _pack(batch: ScheduledBatch, previous: Sequence[Request], cached: bool) -> I
 
 
 def pad(inputs: InputBatch, num_tokens: int, trash_block: int, page_size: int) -> InputBatch:
-    """The batch with a last row of its own so that it has `num_tokens` tokens; its K/V goes to the trash block."""
+    """The batch with a last row of its own so that it has `num_tokens` tokens; its K/V goes to the trash block.
+
+    All its positions are 0: there may be more of them than a request may have.
+    """
     missing = num_tokens - inputs.num_tokens
     if not missing:
         return inputs
@@ -211,7 +214,7 @@ def pad(inputs: InputBatch, num_tokens: int, trash_block: int, page_size: int) -
     return replace(
         inputs,
         input_ids=np.concatenate([inputs.input_ids, np.zeros(missing, dtype=np.int64)]),
-        position_ids=np.concatenate([inputs.position_ids, np.arange(missing)]),
+        position_ids=np.concatenate([inputs.position_ids, np.zeros(missing, dtype=np.int64)]),
         rows=PackedRows(
             starts=np.append(rows.starts, 0),
             counts=np.append(rows.counts, missing),

@@ -323,11 +323,15 @@ class ModelRunner:
         pending.result()
 
     def _dry_batch(self, tokens: int) -> ScheduledBatch:
-        """One request of the engine's own, all in the trash block."""
-        request = Request("dry-run", [0] * tokens, tokens, SamplingParams(max_new_tokens=1))
-        width = -(-tokens // self._sizes.page_size)
-        table = np.full((1, width), self._sizes.trash_block, dtype=np.int32)
-        return ScheduledBatch([request], [0], [tokens], [0], [table] * self._num_groups, [0])
+        """Requests of the engine's own, all in the trash block, with so many tokens together or as many as may be."""
+        sizes = self._sizes
+        whole, rest = divmod(min(tokens, sizes.max_rows * sizes.max_length), sizes.max_length)
+        counts = [sizes.max_length] * whole + [rest] * (rest > 0)
+        params = SamplingParams(max_new_tokens=1)
+        requests = [Request(f"dry-run-{row}", [0] * count, count, params) for row, count in enumerate(counts)]
+        table = np.full((len(counts), -(-max(counts) // sizes.page_size)), sizes.trash_block, dtype=np.int32)
+        rows = list(range(len(counts)))
+        return ScheduledBatch(requests, [0] * len(counts), counts, rows, [table] * self._num_groups, [0])
 
     def _launch(self, batch: ScheduledBatch, previous: Pending | None = None, *, cached: bool = True) -> Pending:
         inputs = self._packer.pack(batch, previous.requests if previous else (), cached=cached)

@@ -117,7 +117,9 @@ class MixedPath:
         sizes = self._sizes
         if self._graphs is None or sizes.recorded_tokens is None:
             return []
-        return list(range(sizes.q_padding, min(sizes.recorded_tokens, sizes.max_tokens) + 1, sizes.q_padding))
+        possible = round_up(sizes.max_rows * sizes.max_length, sizes.q_padding)
+        most = min(sizes.recorded_tokens, sizes.max_tokens, possible)
+        return list(range(sizes.q_padding, most + 1, sizes.q_padding))
 
     def _may_record(self, tokens: int) -> bool:
         return self._sizes.recorded_tokens is None or tokens <= self._sizes.recorded_tokens

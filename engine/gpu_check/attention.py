@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from engine.bench.rows import spread_rows
 from engine.cache.groups import LayerGroup
+from engine.execution.graphs import CudaGraphs
 from engine.execution.kv_tensors import allocate
 from engine.execution.staging import to_device
 from engine.gpu_check.backends import Backend, backends
@@ -18,6 +20,7 @@ from engine.gpu_check.floors import share
 from engine.gpu_check.stages import Progress
 
 _PAGE = 256
+_RECORDED = 5  # calls in one graph
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,36 @@ def _measure(bench: Bench, progress: Progress, name: str, backend: Backend, case
     query = torch.randn(case.rows, case.heads, case.dim, device=bench.device, dtype=dtype)
     key = torch.randn(case.kv_heads, case.rows, case.dim, device=bench.device, dtype=dtype)
     ops.write_kv(0, key, key, plan)
-    seconds = bench.best_seconds(lambda: ops.attend(0, query, key, key, plan, None))
+    is_fixed = bench.is_cuda and backend.fast and ops.supports_graphs[1]
+    seconds, launched = call_seconds(bench, lambda: ops.attend(0, query, key, key, plan, None), is_fixed)
     rate, limit = case.read_bytes(dtype) / seconds, bench.limits.bandwidth
     floor = None if limit is None else case.read_bytes(dtype) / limit
     progress.add(
-        name, tokens=case.tokens, ms=1e3 * seconds, bytes_per_s=rate, share=share(floor, seconds), fast=backend.fast
+        name,
+        tokens=case.tokens,
+        ms=1e3 * seconds,
+        bytes_per_s=rate,
+        share=share(floor, seconds),
+        fast=backend.fast,
+        launched=launched,
     )
+
+
+def call_seconds(bench: Bench, call: Callable[[], object], is_fixed: bool) -> tuple[float, str]:
+    """Of one call, and how it was launched.
+
+    Args:
+        is_fixed: it can be recorded, as steps are: what the host takes to launch it is then no part of it.
+    """
+    if not is_fixed:
+        return bench.best_seconds(call), "directly"
+
+    def several() -> None:
+        for _ in range(_RECORDED):
+            call()
+
+    try:
+        graph = CudaGraphs(bench.device).capture(several)
+    except RuntimeError as error:
+        return bench.best_seconds(call), f"directly, since recording failed: {error}"
+    return bench.best_seconds(graph.replay) / _RECORDED, "recorded"

@@ -32,7 +32,7 @@ Run = Callable[[Step], torch.Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer. `first`: tokens of each request in the first step; then `steps`, tokens by request."""
+    """One layer, and tokens a page where the backend does not want more."""
 
     name: str
     heads: int
@@ -41,6 +41,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     dtype: torch.dtype = torch.bfloat16
+    page: int = 16
 
     @property
     def wants(self) -> set[str]:
@@ -52,6 +53,7 @@ class Shape:
 SHAPES = (
     Shape("32 heads on 8, 128", 32, 8, 128),
     Shape("16 heads on 8, 128", 16, 8, 128),
+    Shape("32 heads on 8, 128, pages of 256", 32, 8, 128, page=256),
     Shape("9 heads on 3, 64", 9, 3, 64),
     Shape("window", 8, 2, 64, window=70),
     Shape("softcap", 8, 4, 128, softcap=2.0),
@@ -179,7 +181,7 @@ def parity(bench: Bench, progress: Progress) -> None:
 def _compare(bench: Bench, progress: Progress, case: str, backend: Backend, shape: Shape) -> None:
     if lacks := sorted(backend.lacks & shape.wants):
         raise SkipStage(f"{backend.name} does not compute {' and '.join(lacks)}")
-    page = max(backend.page_multiple, 4 if bench.small else 16)
+    page = max(backend.page_multiple, 4 if bench.small else shape.page)
     requests = Requests(backend, shape, page, 5, bench.device)
     run = requests.plain_run
     errors: dict[str, Any] = {

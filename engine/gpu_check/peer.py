@@ -7,7 +7,8 @@ import inspect
 import itertools
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.gpu_check.device import Bench
@@ -28,10 +29,12 @@ def peer(bench: Bench, progress: Progress, name: str) -> None:
     sizes = Sizes.of(bench.small)
     model = build(name, bench.device, bench.small)
     costs = costs_of(model)
+    taken: dict[int, float] = {}
     for batch in sizes.batches:
         case = f"batch {batch}"
-        if not progress.has_time(case, 0 if bench.small else _ESTIMATE):
+        if not progress.has_time(case, 0 if bench.small else needed(batch, taken)):
             return
+        begin = time.monotonic()
         with progress.case(case):
             new_tokens = _DECODED + -(-batch * sizes.context // sizes.step_tokens)
             blocks = batch * -(-(sizes.context + new_tokens) // sizes.page) + 1
@@ -60,6 +63,15 @@ def peer(bench: Bench, progress: Progress, name: str) -> None:
             floor = costs.decode_seconds(bench.limits, batch, tokens)
             progress.add(case, batch=batch, context=tokens, step_ms=1e3 * seconds, share=share(floor, seconds))
         bench.free()
+        taken[batch] = time.monotonic() - begin
+
+
+def needed(batch: int, taken: Mapping[int, float]) -> float:
+    """Seconds for a case of so many requests at least, from what smaller ones took, by batch.
+
+    Without a flash kernel every query of a prompt is compared with the keys of all requests.
+    """
+    return max([_ESTIMATE, *(seconds * batch / before for before, seconds in taken.items())])
 
 
 def together(stamps: Sequence[Sequence[float]]) -> list[float]:
@@ -70,7 +82,7 @@ def together(stamps: Sequence[Sequence[float]]) -> list[float]:
     """
     first, last = max(each[0] for each in stamps), min(each[-1] for each in stamps)
     own: Any = max(stamps, key=lambda each: each[0])
-    times = [time for time in own if first <= time <= last]
+    times = [stamp for stamp in own if first <= stamp <= last]
     if len(times) < 2:
         raise RuntimeError("the requests never decode all together: raise the tokens that they generate")
     return [later - earlier for earlier, later in itertools.pairwise(times)]

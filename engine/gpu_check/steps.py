@@ -26,7 +26,8 @@ from engine.sampling.params import SamplingParams
 _WARM, _TIMED, _PROFILED = 4, 24, 8
 _ROOM = 64  # tokens that a request may generate
 _JOINED_US = 5.0  # a kernel that begins so soon after another one has not waited for the host
-_LOGITS_LIMIT = 3e-2  # relative error in bfloat16, of two ways through the same model
+# Relative error of two ways through the same model in bfloat16, each of which is off float32 by 2e-2 (32 layers).
+_LOGITS_LIMIT = 5e-2
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class TorchOps:
     def _band(self, window: int | None, back: int, count: int) -> torch.Tensor:
         """[count, back + count], -inf where a query does not see a key; the first query sees `back` keys before it.
 
-        A view of one matrix a window, whose diagonal lies at column `reach`; it grows to the longest `back` seen.
+        On CPU a view of one matrix a window, with its diagonal at column `reach`. It grows to the longest `back` seen.
         """
         band = self._bands.get(window)
         if band is None or band.shape[1] < back + _QUERY_CHUNK:
@@ -210,4 +210,5 @@ class TorchOps:
                     band += hidden.tril_(reach - window)
                 self._bands[window] = band = band.to(self._device)
         reach = band.shape[1] - _QUERY_CHUNK
-        return band[:count, reach - back : reach + count]
+        part = band[:count, reach - back : reach + count]
+        return part if self._device.type == "cpu" else part.contiguous()  # kernels of GPUs read 16 bytes at once

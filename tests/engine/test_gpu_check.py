@@ -18,7 +18,7 @@ from engine.gpu_check.backends import Backend
 from engine.gpu_check.device import Bench
 from engine.gpu_check.floors import Limits, ModelCosts, busy, share
 from engine.gpu_check.goals import figures, table
-from engine.gpu_check.peer import together
+from engine.gpu_check.peer import needed, together
 from engine.gpu_check.stages import Progress, Report
 from engine.gpu_check.supervise import supervise
 from engine.ops.torch_ops import TorchOps
@@ -88,6 +88,39 @@ def test_products_have_all_weights_that_a_step_reads() -> None:
 def test_bytes_of_attention() -> None:
     case = next(case for case in attention.CASES if (case.rows, case.context) == (256, 1024) and case.heads == 32)
     assert case.tokens == 262_144 and case.read_bytes(torch.bfloat16) == 262_144 * 2 * 8 * 128 * 2 == 1 << 30
+
+
+def test_a_large_case_is_left_out_after_slow_small_ones() -> None:
+    assert needed(1, {}) == needed(32, {1: 0.1}) == 10
+    assert needed(256, {1: 0.2, 32: 8.0}) == 64
+
+
+def test_attention_is_timed_without_its_launches_where_it_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    class Graph:
+        def replay(self) -> None:
+            calls.extend([0] * 5)
+
+    class Graphs:
+        def __init__(self, device: torch.device) -> None:
+            self.fails = device.type == "meta"
+
+        def capture(self, run: Any) -> Graph:
+            run()
+            if self.fails:
+                raise RuntimeError("capture")
+            return Graph()
+
+    monkeypatch.setattr(attention, "CudaGraphs", Graphs)
+    times = [5.0, 2.0, 3.0]
+    monkeypatch.setattr(Bench, "best_seconds", lambda self, call: [call(), times.pop(0)][1])
+    here, elsewhere = Bench(torch.device("cpu"), True), Bench(torch.device("meta"), True)
+    assert attention.call_seconds(here, lambda: calls.append(1), True) == (1.0, "recorded")
+    assert calls == [1] * 5 + [0] * 5
+    assert attention.call_seconds(here, lambda: calls.append(1), False) == (2.0, "directly")
+    seconds, launched = attention.call_seconds(elsewhere, lambda: calls.append(1), True)
+    assert seconds == 3.0 and "capture" in launched and calls[-1] == 1
 
 
 def test_time_that_kernels_cover() -> None:

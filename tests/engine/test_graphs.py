@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from engine.cache.kv_cache import KVCache
 from engine.core import EngineCore
 from engine.execution import graphs
+from engine.execution.forward import Forward, StepInputs
 from engine.execution.graphs import decode_sizes, powers_of_two, round_up
 from engine.execution.kv_tensors import KVTensors
 from engine.execution.model_runner import ModelRunner, Pending
@@ -256,6 +257,23 @@ def test_warmup_records_the_largest_first_and_leaves_the_cache_alone(
         rows.step({0: 1})
     assert len(case.backend.graphs) == made
     check_tokens(tiny, rows)
+
+
+def test_steps_for_recording_have_no_position_that_a_request_cannot_have(
+    tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels look them up in tables that end there."""
+    highest, forward = [], Forward.__call__
+
+    def noting(self: Forward, inputs: StepInputs, plan: Any) -> torch.Tensor:
+        highest.append(int(inputs.position_ids.max()))
+        return forward(self, inputs, plan)
+
+    monkeypatch.setattr(Forward, "__call__", noting)
+    case = recorded(tiny, recorded_tokens=64, context_length=20, max_requests=2, max_blocks_per_request=2)
+    case.runner.warmup()
+    assert {tokens for tokens, *_ in case.ops.mixed_shapes} == {16, 32, 48}
+    assert max(highest) == 19
 
 
 def test_the_number_of_recordings_is_bounded(tiny: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

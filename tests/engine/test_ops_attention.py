@@ -399,3 +399,12 @@ def test_buckets_take_every_row_once_and_pad_little(seed: int) -> None:
         page_bytes = 16 * 3 * 64 * 2
         assert gathered <= 1.25 * read + (1 << 17) / page_bytes
         assert gathered * page_bytes <= 1 << 20 or rows == 1
+
+
+def test_masks_begin_at_whole_addresses_but_on_cpu() -> None:
+    """Kernels of GPUs read them 16 bytes at once, and refuse or fail in the middle of a matrix."""
+    ops = TorchOps(allocate(1, 4, 2, 16, 8, torch.bfloat16))
+    ops._device = torch.device("meta")
+    for back in (0, 5, 1500):
+        mask = ops._band(None, back, 3)
+        assert mask.shape == (3, back + 3) and mask.storage_offset() == 0 and mask.is_contiguous()

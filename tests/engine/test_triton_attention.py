@@ -66,6 +66,14 @@ def test_contexts_around_the_borders_of_splits(interpreted: Run, window: int | N
     assert_close(interpreted(cases.errors_of, lengths, steps, **options))
 
 
+@pytest.mark.parametrize(("page", "window"), [(256, None), (512, 300)])
+def test_blocks_of_whole_splits(interpreted: Run, page: int, window: int | None) -> None:
+    lengths = [0, 255, 256, 511, 700]
+    steps = [[(sequence, 1) for sequence in range(len(lengths))]] * 2
+    options = {"page": page, "heads": 2, "kv_heads": 1, "window": window}
+    assert_close(interpreted(cases.errors_of, lengths, steps, **options))
+
+
 @pytest.mark.parametrize(
     ("page", "window"),
     [

@@ -52,11 +52,12 @@ def test_rules_of_scores(window: int | None, softcap: float | None, with_sinks: 
     assert errors and max(errors) < LIMITS[dtype]
 
 
+@pytest.mark.parametrize("page", [16, 256, 512])
 @pytest.mark.parametrize("window", [None, 250])
-def test_contexts_around_the_borders_of_splits(window: int | None) -> None:
+def test_contexts_around_the_borders_of_splits(page: int, window: int | None) -> None:
     lengths = [254, 255, 256, 511, 512, 1100]
     steps = [[(sequence, 1) for sequence in range(len(lengths))]]
-    errors = errors_of(lengths, steps, torch.float16, page=16, heads=2, kv_heads=1, window=window)
+    errors = errors_of(lengths, steps, torch.float16, page=page, heads=2, kv_heads=1, window=window)
     assert errors and max(errors) < LIMITS[torch.float16]
 
 

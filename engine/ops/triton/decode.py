@@ -14,7 +14,9 @@ from engine.ops.triton.plan import SPLIT, GroupPlan
 from engine.ops.triton.tile import UNALIGNED, ScoreRule, attend_span, tile_sizes
 
 _MERGED_AT_ONCE = 16
-_PROGRAMS = 1024  # where a plan has room for more splits than it holds, programs take several
+# Where a plan has room for more splits than it holds, programs take several. 6 for each of the 132 multiprocessors of
+# an H100 or H200: the last programs fill them all, whether 1, 2, 3 or 6 run on one at a time.
+_PROGRAMS = 6 * 132
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -61,6 +63,14 @@ def _split_kernel(
         q = tl.load(query + row.to(tl.int64) * query_stride + lines, mask=inside, other=0.0)
         q = q.to(keys.dtype.element_ty)
         last = tl.minimum((split + 1) * SPLIT_KEYS, position + 1)
+        first = split * SPLIT_KEYS
+        table = tables + tl.load(firsts + row)
+        key_of_row = key_of_head
+        value_of_row = value_of_head
+        if PAGE % SPLIT_KEYS == 0:  # one block has the whole split: nothing to look up between tiles
+            base = tl.load(table + first // PAGE).to(tl.int64) * block_stride - first // PAGE * PAGE * DIM
+            key_of_row += base
+            value_of_row += base
         acc, peak, total = attend_span(
             tl.zeros([BLOCK_HEADS, BLOCK_DIM], tl.float32),
             tl.full([BLOCK_HEADS], float("-inf"), tl.float32),
@@ -69,18 +79,18 @@ def _split_kernel(
             tl.zeros([BLOCK_HEADS], tl.int32) + position,
             position,
             position,
-            split * SPLIT_KEYS,
+            first,
             last,
-            key_of_head,
-            value_of_head,
-            tables + tl.load(firsts + row),
+            key_of_row,
+            value_of_row,
+            table,
             DIM,
             block_stride,
             scale,
             softcap,
             HAS_SOFTCAP,
             WINDOW,
-            PAGE,
+            0 if PAGE % SPLIT_KEYS == 0 else PAGE,
             DIM,
             BLOCK_DIM,
             BLOCK_KEYS,
@@ -198,7 +208,7 @@ def decode(
         BLOCK_DIM=sizes.dim,
         BLOCK_KEYS=sizes.keys,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if page % SPLIT == 0 else 5,  # two more where blocks are looked up before keys are read
     )
     _merge_kernel[(plan.capacity.rows, heads)](
         out,
