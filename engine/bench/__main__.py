@@ -5,6 +5,7 @@ latency      one stream: time to first token, between tokens
 prefix       a prompt cold and as a prefix hit
 all          these three, then step
 step         microseconds of each part of a step; options of its own
+replay       microseconds of a step that a GPU replays, on the host; options of its own
 startup      seconds to the first token, peak of memory; options of its own
 forward      milliseconds of a forward pass on CPU, whole and by kernel; options of its own
 linear       matrix products on CPU against torch and the machine's limits; options of its own
@@ -32,7 +33,7 @@ from engine.config import ContinuousBatchingConfig
 
 PEERS = ("transformers", "openvino", "vllm")
 _SECTIONS = ("throughput", "latency", "prefix")
-_ALONE = ("step", "startup", "forward", "linear", "attention")  # modules with a command line of their own
+_ALONE = ("step", "replay", "startup", "forward", "linear", "attention")  # modules with a command line of their own
 _STEP: list[str] = []  # options of `step` within `all`
 _DEFAULT_WORKLOADS = [name for name in DESCRIPTIONS if name != "single"]  # that one is measured by `latency`
 

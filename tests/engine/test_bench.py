@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from engine.bench import __main__ as command_line
-from engine.bench import host, limits, measure, prompts, report
+from engine.bench import host, limits, measure, prompts, replay, report
 from engine.bench.chart import chart
 from engine.bench.limits import Costs, Limits, Needs, needs
 from engine.bench.measure import Plan
@@ -408,6 +408,10 @@ def test_steps_of_no_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match="2"):
         command_line.main(["step", "--rows", "0"])
     assert "must be positive" in capsys.readouterr().err
+
+
+def test_steps_that_a_gpu_would_replay() -> None:
+    assert replay.measure(3, 4) > 0
 
 
 @pytest.mark.parametrize("section", command_line._ALONE)
