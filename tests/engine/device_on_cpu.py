@@ -103,9 +103,14 @@ class Queue:
         """As much as was launched when `end` was that; None: all of it."""
         if self._recorded is not None:
             raise RuntimeError("what is recorded cannot be waited for")
-        while self._waiting and (end is None or self._done < end):
-            self._waiting.popleft()()
-            self._done += 1
+        try:
+            while self._waiting and (end is None or self._done < end):
+                self._waiting.popleft()()
+                self._done += 1
+        except Exception:
+            self._done = self.end + 1
+            self._waiting.clear()
+            raise
 
     @contextmanager
     def recording(self) -> Iterator[list[Callable[[], Any]]]:
@@ -213,7 +218,13 @@ def set_up() -> None:
     library.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "PrivateUse1")
     globals()["_library"] = library  # it ends with the object
     BY_DEVICE_TYPE[NAME] = Transfers(pinned, Event)
-    run = InterpretedFunction.run
+    make_tensor, run = torch.tensor, InterpretedFunction.run
+
+    def tensor(data: Any, *, device: Any = None, **others: Any) -> torch.Tensor:
+        is_own = device is not None and torch.device(device).type == NAME
+        return make_tensor(data, **others).to(device) if is_own else make_tensor(data, device=device, **others)
+
+    torch.tensor = tensor  # which cannot make those of a device that is written in Python
 
     def run_on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -229,6 +240,8 @@ def set_up() -> None:
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return func.decompose(*args, **kwargs)  # in inference mode they come whole
     name = func.overloadpacket.__name__
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     own = [each for each in tensors if isinstance(each, OnDevice)]
@@ -244,7 +257,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _wait(f"{name} by a mask")
     elif own and others:
         _wait(f"{name} of tensors here and there")
-    elif _is_view(func) or name.startswith(("empty", "new_empty")):
+    elif _is_view(func):
+        with torch.inference_mode(own[0].is_inference()):  # what a view must be, too
+            return _wrapped(func(*_on_cpu(args), **_on_cpu(kwargs)))
+    elif name.startswith(("empty", "new_empty")):
         return _wrapped(func(*_on_cpu(args), **_placed(_on_cpu(kwargs), "cpu")))
     else:
         _told.launched.append(name)
