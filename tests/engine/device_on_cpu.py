@@ -108,9 +108,14 @@ class Queue:
                 self._waiting.popleft()()
                 self._done += 1
         except Exception:
-            self._done = self.end + 1
-            self._waiting.clear()
+            self._done += 1
+            self.drop()
             raise
+
+    def drop(self) -> None:
+        """What has not run never will."""
+        self._done = self.end
+        self._waiting.clear()
 
     @contextmanager
     def recording(self) -> Iterator[list[Callable[[], Any]]]:
@@ -129,12 +134,12 @@ class Event:
         self._at = 0
 
     def record(self) -> None:
-        self._at = _queue.end
+        self._at = queue.end
 
     def synchronize(self) -> None:
-        if self._at > _queue.done:
+        if self._at > queue.done:
             _wait("an event")
-            _queue.run(self._at)
+            queue.run(self._at)
 
 
 class Graphs:
@@ -145,7 +150,7 @@ class Graphs:
 
     def capture(self, run: Callable[[], None]) -> Graph:
         run()
-        with _queue.recording() as launches:
+        with queue.recording() as launches:
             run()
         self.graphs.append(Graph(launches))
         return self.graphs[-1]
@@ -165,11 +170,11 @@ class Graph:
         _told.launched.append("graph")
         self.replays += 1
         for launch in self._launches:
-            _queue.launch(launch)
+            queue.launch(launch)
 
 
 _told = Told()
-_queue = Queue()
+queue = Queue()
 _pinned: dict[int, torch.Tensor] = {}
 
 
@@ -186,7 +191,7 @@ def told() -> Iterator[Told]:
 
 def to_cpu(value: Any) -> Any:
     """Tensors of the device as what they hold once all has run, without being told of."""
-    _queue.run()
+    queue.run()
     return _on_cpu(value)
 
 
@@ -201,7 +206,7 @@ def to_device(tensor: torch.Tensor) -> OnDevice:
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory of the host that the device reads and writes by itself."""
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.zeros(tuple(shape), dtype=dtype)
     _pinned[tensor.untyped_storage().data_ptr()] = tensor
     return tensor
 
@@ -234,7 +239,7 @@ def set_up() -> None:
             _wait("a kernel is given memory of the host")
         _told.launched.append(self.__name__)
         on_cpu = _on_cpu((args, kwargs))
-        _queue.launch(lambda: run(self, *on_cpu[0], **on_cpu[1]))
+        queue.launch(lambda: run(self, *on_cpu[0], **on_cpu[1]))
 
     InterpretedFunction.run = run_on_cpu
 
@@ -265,7 +270,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     else:
         _told.launched.append(name)
         return _launch(func, args, kwargs)
-    _queue.run()
+    queue.run()
     out = func(*_on_cpu(args), **_placed(_on_cpu(kwargs), "cpu"))
     return out if leaves else _wrapped(out)
 
@@ -278,7 +283,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         named[each.name] for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write
     ]
     if written:
-        _queue.launch(lambda: func(*on_cpu, **own))
+        queue.launch(lambda: func(*on_cpu, **own))
         if func.overloadpacket.__name__ == "arange":  # which is given memory without a size
             return _wrapped(func(*on_cpu, **own))
         return written[0] if len(written) == 1 else tuple(written)
@@ -289,7 +294,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for target, each in zip(tree_leaves(out), tree_leaves(func(*on_cpu, **own)), strict=True):
             target.copy_(each)
 
-    _queue.launch(run)
+    queue.launch(run)
     return _wrapped(out)
 
 
@@ -308,9 +313,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         _wait("a copy to the host")
         non_blocking = False
     to, of = _on_cpu((target, source))
-    _queue.launch(lambda: to.copy_(of))
+    queue.launch(lambda: to.copy_(of))
     if (is_here or from_here) and not non_blocking and source.dim():
-        _queue.run()
+        queue.run()
     return target
 
 

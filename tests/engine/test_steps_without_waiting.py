@@ -6,25 +6,15 @@ worst time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.engine import device_on_cpu
 from tests.engine import device_steps as cases
 from tests.engine.device_sampling import DRAW, EDITS, EVERY, LOGPROBS, VOCAB
 from tests.engine.device_steps import MODELS, Run, Step
 from tests.engine.triton_processes import Run as Call
-from tests.engine.triton_processes import child
 from tests.harness import tokens
-
-
-@pytest.fixture(scope="module")
-def on_device() -> Iterator[Call]:
-    with child({"TRITON_INTERPRET": "1"}) as call:
-        call(device_on_cpu.set_up)
-        yield call
 
 
 def check(own: Run, plain: Run) -> Run:
