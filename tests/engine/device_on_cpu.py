@@ -277,21 +277,24 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs later; what it gives has its shapes now."""
-    on_cpu, own = _on_cpu(args), _placed(_on_cpu(kwargs), "cpu")
+    on_cpu, own, run_on_cpu = _on_cpu(args), _placed(_on_cpu(kwargs), "cpu"), _of_cpu(func)
     named = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     written = [
         named[each.name] for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write
     ]
     if written:
-        queue.launch(lambda: func(*on_cpu, **own))
+        queue.launch(lambda: run_on_cpu(*on_cpu, **own))
         if func.overloadpacket.__name__ == "arange":  # which is given memory without a size
             return _wrapped(func(*on_cpu, **own))
         return written[0] if len(written) == 1 else tuple(written)
-    shapes = func(*tree_map(_meta, on_cpu), **_placed(tree_map(_meta, own), "meta"))
+    try:
+        shapes = func(*tree_map(_meta, on_cpu), **_placed(tree_map(_meta, own), "meta"))
+    except RuntimeError:  # some take fewer dtypes there
+        shapes = run_on_cpu(*tree_map(_zeros, on_cpu), **tree_map(_zeros, own))
     out = tree_map(_like, shapes)
 
     def run() -> None:
-        for target, each in zip(tree_leaves(out), tree_leaves(func(*on_cpu, **own)), strict=True):
+        for target, each in zip(tree_leaves(out), tree_leaves(run_on_cpu(*on_cpu, **own)), strict=True):
             target.copy_(each)
 
     queue.launch(run)
@@ -319,6 +322,13 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return target
 
 
+def _of_cpu(func: Any) -> Callable[..., Any]:
+    """What computes it on CPU, which counts floating numbers alone."""
+    if func is not torch.ops.aten.histc.default:
+        return func  # type: ignore[no-any-return]
+    return lambda numbers, *others, **named: func(numbers.float(), *others, **named).to(numbers.dtype)
+
+
 def _placed(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
     return kwargs | {"device": torch.device(device)} if "device" in kwargs else kwargs
 
@@ -327,6 +337,10 @@ def _meta(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
 
 
 def _like(value: Any) -> Any:

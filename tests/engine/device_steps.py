@@ -29,7 +29,7 @@ from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
-from tests.architectures import _HEADS, build
+from tests.architectures import _HEADS, ARCHITECTURES, build
 from tests.engine import device_on_cpu as device
 from tests.engine.device_on_cpu import Told
 from tests.engine.device_sampling import VOCAB
@@ -254,8 +254,12 @@ def requests_of(fields: Sequence[dict[str, Any]], lengths: Sequence[int], new_to
 def compared(
     name: str, fields: Sequence[dict[str, Any]], lengths: Sequence[int], new_tokens: int, **options: Any
 ) -> tuple[Run, Run]:
-    """Of requests by an engine on the device, and by one on CPU that has room for all of them."""
-    make_model, make_ops = MODELS[name]
+    """Of requests by an engine on the device, and by one on CPU that has room for all of them.
+
+    Args:
+        name: of `MODELS` or `ARCHITECTURES`.
+    """
+    make_model, make_ops = MODELS[name] if name in MODELS else (ARCHITECTURES[name], TritonOps)
     model = make_model()
     own = run(model, requests_of(fields, lengths, new_tokens), make_ops, **options)
     return own, run(model, requests_of(fields, lengths, new_tokens), None)

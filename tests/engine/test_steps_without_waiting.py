@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.architectures import ARCHITECTURES
 from tests.engine import device_steps as cases
 from tests.engine.device_sampling import DRAW, EDITS, EVERY, LOGPROBS, VOCAB
 from tests.engine.device_steps import MODELS, Run, Step
@@ -56,6 +57,12 @@ def test_no_step_waits_for_what_rows_ask(on_device: Call) -> None:
     assert all(step.carries for step in own.steps[1:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_architecture_waits(on_device: Call, name: str) -> None:
+    check(*on_device(cases.compared, name, [{}, TOP_K], [17, 2], 4))
+
+
 def test_what_is_copied(on_device: Call) -> None:
     """A greedy step sends one copy, one with other rows a second one; the tokens of both come back in one."""
     for rows, most in (([{}, {}], 1), ([{}, TOP_K], 2)):
@@ -88,6 +95,16 @@ def test_the_tokens_of_generate(on_device: Call) -> None:
     assert own.preemptions and own.outcomes[2].cached == 8
     assert any(step.to_host for step in own.steps) and any(step.from_host for step in own.steps)
     assert {("mixed", "again"), ("decode", "again")} <= kinds(own.steps)
+
+
+@pytest.mark.slow
+def test_everything_under_pressure(on_device: Call) -> None:
+    """Rows of every kind that are preempted and whose blocks are kept on the host meanwhile."""
+    rows = [kind | edit for kind, edit in zip(EVERY * 2, EDITS.values(), strict=False)]
+    rows = [row | (LOGPROBS | {"raw_logprobs": i % 2 == 0} if i % 3 else {}) for i, row in enumerate(rows)]
+    options = {"num_blocks": 12, "host_slots": 12, "max_requests": 6}
+    own = check(*on_device(cases.compared, "llama", rows, [3 + i % 4 for i in range(len(rows))], 14, **options))
+    assert own.preemptions > 2 and any(step.from_host for step in own.steps)
 
 
 # Memory that is overwritten too early
