@@ -307,10 +307,11 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         source = source.clone()  # goes along as a number
         _told.sent.append(source.nbytes)
     elif from_here:
+        non_blocking = non_blocking and _is_pinned(source)
         _told.sent.append(source.nbytes) if non_blocking else _wait("a copy to the device")
     elif not is_here:
         _told.launched.append("copy_")
-    elif non_blocking and target.untyped_storage().data_ptr() in _pinned:
+    elif non_blocking and _is_pinned(target):
         _told.received.append(target.nbytes)
     else:
         _wait("a copy to the host")
@@ -327,6 +328,10 @@ def _of_cpu(func: Any) -> Callable[..., Any]:
     if func is not torch.ops.aten.histc.default:
         return func  # type: ignore[no-any-return]
     return lambda numbers, *others, **named: func(numbers.float(), *others, **named).to(numbers.dtype)
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _pinned
 
 
 def _placed(kwargs: dict[str, Any], device: str) -> dict[str, Any]:
