@@ -127,6 +127,28 @@ class Queue:
             self._recorded = None
 
 
+class TwoLanes:
+    """See `lanes.Lanes`. What is launched beside the steps runs when they wait for it."""
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        global _current
+        _current = beside_steps
+        try:
+            yield
+        finally:
+            _current = queue
+
+    def mark(self, *, beside: bool) -> tuple[Queue, int]:
+        lane = beside_steps if beside else queue
+        return lane, lane.end
+
+    def wait(self, mark: tuple[Queue, int], *, beside: bool) -> None:
+        waiting, (lane, end) = beside_steps if beside else queue, mark
+        if waiting is not lane:
+            waiting.launch(lambda: lane.run(end))
+
+
 class Event:
     """See `transfers.Event`."""
 
@@ -174,7 +196,8 @@ class Graph:
 
 
 _told = Told()
-queue = Queue()
+queue = _current = Queue()
+beside_steps = Queue()
 _pinned: dict[int, torch.Tensor] = {}
 
 
@@ -202,6 +225,12 @@ def _on_cpu(value: Any) -> Any:
 def to_device(tensor: torch.Tensor) -> OnDevice:
     """A copy, without being told of."""
     return OnDevice(tensor.clone())
+
+
+def drop() -> None:
+    """What was launched and has not run never will."""
+    queue.drop()
+    beside_steps.drop()
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -239,7 +268,7 @@ def set_up() -> None:
             _wait("a kernel is given memory of the host")
         _told.launched.append(self.__name__)
         on_cpu = _on_cpu((args, kwargs))
-        queue.launch(lambda: run(self, *on_cpu[0], **on_cpu[1]))
+        _current.launch(lambda: run(self, *on_cpu[0], **on_cpu[1]))
 
     InterpretedFunction.run = run_on_cpu
 
@@ -266,11 +295,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch.inference_mode(own[0].is_inference()):  # what a view must be, too
             return _wrapped(func(*_on_cpu(args), **_on_cpu(kwargs)))
     elif name.startswith(("empty", "new_empty")):
-        return _wrapped(func(*_on_cpu(args), **_placed(_on_cpu(kwargs), "cpu")))
+        made = func(*_on_cpu(args), **_placed(_on_cpu(kwargs), "cpu"))
+        return OnDevice(made.fill_(torch.nan) if made.is_floating_point() else made)  # whatever was there
     else:
         _told.launched.append(name)
         return _launch(func, args, kwargs)
-    queue.run()
+    _current.run()
     out = func(*_on_cpu(args), **_placed(_on_cpu(kwargs), "cpu"))
     return out if leaves else _wrapped(out)
 
@@ -283,7 +313,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         named[each.name] for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write
     ]
     if written:
-        queue.launch(lambda: run_on_cpu(*on_cpu, **own))
+        _current.launch(lambda: run_on_cpu(*on_cpu, **own))
         if func.overloadpacket.__name__ == "arange":  # which is given memory without a size
             return _wrapped(func(*on_cpu, **own))
         return written[0] if len(written) == 1 else tuple(written)
@@ -297,7 +327,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for target, each in zip(tree_leaves(out), tree_leaves(run_on_cpu(*on_cpu, **own)), strict=True):
             target.copy_(each)
 
-    queue.launch(run)
+    _current.launch(run)
     return _wrapped(out)
 
 
@@ -317,9 +347,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         _wait("a copy to the host")
         non_blocking = False
     to, of = _on_cpu((target, source))
-    queue.launch(lambda: to.copy_(of))
+    _current.launch(lambda: to.copy_(of))
     if (is_here or from_here) and not non_blocking and source.dim():
-        queue.run()
+        _current.run()
     return target
 
 

@@ -98,7 +98,7 @@ class WatchedRunner(ModelRunner):
         graphs = self._mixed._graphs, self._decode and self._decode._graphs
         before = [each.num_recordings for each in graphs if each]
         carried = set(map(id, previous.requests)) if previous else set()
-        carries = any(id(batch.requests[row]) in carried for row in range(len(batch.requests)))
+        carries = any(id(request) in carried for request in batch.requests)
         with device.told() as told:
             pending = super().launch(batch, previous)
         is_recorded = "graph" in told.launched and before == [each.num_recordings for each in graphs if each]
@@ -238,6 +238,7 @@ def on_device(make_ops: Callable[..., TritonOps]) -> Iterator[None]:
     """Engines take these operations for the device, which to them is like a GPU."""
     with on_triton(make_ops), pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.ops.triton.triton_ops.probe_cache", lambda *sizes: None)
+        patch.setattr("engine.execution.kv_tensors.lanes_of", lambda kind: device.TwoLanes())
         patch.setattr("engine.model.recognition._check_parameters", lambda *model: None)
         yield
 
@@ -298,9 +299,18 @@ def generated_without(module: str | None, slots: int) -> tuple[bool, list[str]]:
         try:
             own, expected = generated([tokens(1, 3, VOCAB), tokens(2, 2, VOCAB)], 3, recorded=False)
         except Exception:  # whatever comes of numbers that are not there
-            device.queue.drop()
+            device.drop()
             return False, []
     return own.tokens == expected, own.waits()
+
+
+def generated_without_marks(prompts: Sequence[list[int]], new_tokens: int, **options: Any) -> bool:
+    """Whether the tokens are right where blocks that come from the host are not waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device.TwoLanes, "wait", lambda lanes, mark, *, beside: None)
+        own, expected = generated(prompts, new_tokens, **options)
+    device.drop()
+    return own.tokens == expected
 
 
 def generated(prompts: Sequence[list[int]], new_tokens: int, **options: Any) -> tuple[Run, list[list[int]]]:

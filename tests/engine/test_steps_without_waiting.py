@@ -86,11 +86,13 @@ def test_what_is_launched(on_device: Call) -> None:
     assert 2 * len(one) - len(two) == len(["embedding", "norm", "rows", "rows", "head"])
 
 
+FIRST = tokens(1, 9, VOCAB)
+PROMPTS = [FIRST, tokens(2, 7, VOCAB), [*FIRST[:8], 5], tokens(3, 10, VOCAB)]
+
+
 def test_the_tokens_of_generate(on_device: Call) -> None:
     """With preemption, prefix hits, blocks that go to the host and come back, and recorded steps of both kinds."""
-    first = tokens(1, 9, VOCAB)
-    prompts = [first, tokens(2, 7, VOCAB), [*first[:8], 5], tokens(3, 10, VOCAB)]
-    own, expected = on_device(cases.generated, prompts, 8, num_blocks=11, host_slots=16)
+    own, expected = on_device(cases.generated, PROMPTS, 8, num_blocks=11, host_slots=16)
     assert own.tokens == expected and own.waits() == []
     assert own.preemptions and own.outcomes[2].cached == 8
     assert any(step.to_host for step in own.steps) and any(step.from_host for step in own.steps)
@@ -124,3 +126,10 @@ def test_without_events_the_tokens_are_others(on_device: Call, module: str) -> N
     is_right, waits = on_device(cases.generated_without, None, slots)
     assert is_right
     assert bool(waits) == (slots == 1), "two places are enough for two steps in flight"
+
+
+def test_without_marks_blocks_come_too_late(on_device: Call) -> None:
+    options: dict[str, Any] = {"num_blocks": 10, "host_slots": 16, "recorded": False}
+    own, expected = on_device(cases.generated, PROMPTS, 8, **options)
+    assert own.tokens == expected
+    assert not on_device(cases.generated_without_marks, PROMPTS, 8, **options)
