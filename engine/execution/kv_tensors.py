@@ -11,11 +11,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.cache.host_tier import BlockCopies
 from engine.execution.lanes import Lanes, lanes_of
 from engine.execution.lazy_memory import lazy_zeros
+from engine.execution.transfers import transfers_of
+from engine.sampling.sending import send
 from engine.sizing import GIB, STAGINGS, staging_blocks
 
 _PINNED_CHUNK = 1 << 30
@@ -96,7 +99,8 @@ class HostKV:
         num_slots: blocks that the host keeps, at least 1.
         lanes: orders of the device's work; None: its own.
 
-    With a CUDA device the memory is pinned and taken at once; else it is taken from the system as it is written to.
+    Where the device copies by itself the memory is pinned and taken at once; else it is taken from the system as it is
+    written to.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: host or device cannot give that much.
@@ -158,10 +162,7 @@ class HostKV:
         return self._chunks[slot // self._per_chunk][slot % self._per_chunk]
 
     def _index(self, numbers: list[int]) -> torch.Tensor:
-        device = self._device[0].device
-        if device.type != "cuda":
-            return torch.tensor(numbers, device=device)
-        return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)  # the host does not wait
+        return send([np.array(numbers, dtype=np.int64)], self._device[0].device)[0]
 
 
 @dataclass(slots=True)
@@ -174,13 +175,13 @@ class _Staging:
 
 def _host_chunks(block: tuple[int, ...], num_slots: int, kv: KVTensors) -> tuple[int, list[torch.Tensor]]:
     """Slots a chunk, and chunks of slots: several with pinned memory, of which torch takes powers of two only."""
-    if kv.device.type != "cuda":
+    if (transfers := transfers_of(kv.device)) is None:
         return num_slots, [_zeros((num_slots, *block), kv.dtype, torch.device("cpu"))]
     block_bytes = math.prod(block) * kv.dtype.itemsize
     per_chunk = max(1, _PINNED_CHUNK // block_bytes)
     sizes = [min(per_chunk, num_slots - first) for first in range(0, num_slots, per_chunk)]
     try:
-        return per_chunk, [torch.empty((size, *block), dtype=kv.dtype, pin_memory=True) for size in sizes]
+        return per_chunk, [transfers.host_memory((size, *block), kv.dtype) for size in sizes]
     except RuntimeError as error:
         raise MemoryError(
             f"the host does not give {num_slots * block_bytes / GIB:.2f} GiB of pinned memory to keep blocks in: lower "

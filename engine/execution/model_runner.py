@@ -24,6 +24,7 @@ from engine.execution.input_batch import InputPacker, PromptPart
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.paths import DecodePath, MixedPath, PathSizes
 from engine.execution.staging import Staging
+from engine.execution.transfers import Event, transfers_of
 from engine.model.fusing import fuse
 from engine.model.packed import pack_linears, refresh_packed
 from engine.model.shadow import ParameterSource, attention_of, model_facts
@@ -67,7 +68,7 @@ class Pending:
         }
         self.token_ids: torch.Tensor | None = None
         self._sampled: Sampled | None = None
-        self._ready: torch.cuda.Event | None = None
+        self._ready: Event | None = None
         self._scored: dict[int, PromptScores] = {}
 
     def set_sampled(self, sampled: Sampled | None, scored: dict[int, PromptScores]) -> None:
@@ -75,10 +76,11 @@ class Pending:
         self.prompts = {}
         if sampled is not None:
             self.token_ids = sampled.token_ids
-        if self.logits.device.type == "cuda":  # to read them later must not wait for a step launched since
-            sampled = None if sampled is None else sampled.copied(_start_to_host)
-            scored = {row: scores.copied(_start_to_host) for row, scores in scored.items()}
-            self._ready = torch.cuda.Event()
+        transfers = transfers_of(self.logits.device)
+        if transfers is not None:  # to read them later must not wait for a step launched since
+            sampled = None if sampled is None else sampled.copied(transfers.to_host)
+            scored = {row: scores.copied(transfers.to_host) for row, scores in scored.items()}
+            self._ready = transfers.make_event()
             self._ready.record()
         self._sampled, self._scored = sampled, scored
 
@@ -200,20 +202,13 @@ class ModelRunner:
 
     @_on_device
     @torch.inference_mode()
-    def sample(self, pending: Pending, masks: torch.Tensor | None = None) -> None:
-        """Chooses the tokens of a launched step, and scores the prompt tokens that it was asked to.
-
-        Args:
-            masks: bool [rows, vocab_size], True where a token may be chosen; None allows all.
-        """
+    def sample(self, pending: Pending) -> None:
+        """Chooses the tokens of a launched step, and scores the prompt tokens that it was asked to."""
         scored = {row: score_prompt(*asked, self._sampler.workspace) for row, asked in pending.prompts.items()}
         if not pending.requests:
             pending.set_sampled(None, scored)
             return
-        logits = pending.logits
-        if masks is not None:
-            logits = logits.masked_fill(~masks.to(self._device), float("-inf"))
-        pending.set_sampled(self._sampler(logits, self._sampler.plan(pending.requests)), scored)
+        pending.set_sampled(self._sampler(pending.logits, self._sampler.plan(pending.requests)), scored)
 
     @_on_device
     def probe(self) -> None:
@@ -340,7 +335,3 @@ class ModelRunner:
             path = self._decode
         logits = path.run(inputs, previous.token_ids if previous else None)
         return Pending(batch.sampled_requests, logits, inputs.prompts)
-
-
-def _start_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

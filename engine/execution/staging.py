@@ -9,26 +9,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+from engine.execution.transfers import Event, transfers_of
 
 T = TypeVar("T")
 
 _ALIGNMENT = 16  # bytes; kernels load that much at once
 _NUM_SLOTS = 2  # one is filled while the copy from the other one may still run
 _LEAST_SLOT = 1 << 16
-
-
-class Event(Protocol):
-    """Of a stream of the device."""
-
-    def record(self) -> None:
-        """It happens when all that was launched before has run."""
-
-    def synchronize(self) -> None:
-        """Waits until it has happened; at once where it was never recorded."""
 
 
 @dataclass(slots=True)
@@ -43,15 +35,14 @@ class Staging:
     """Sends steps to one device, in the order of its current stream, without waiting for it.
 
     Args:
-        device: where steps go. With CUDA the host's memory is pinned.
-        make_event: makes the events that tell when memory may be written to again; None: CUDA's on CUDA, and none
-            elsewhere, where a copy is done when it returns.
+        device: where steps go.
+        make_event: makes the events that tell when memory may be written to again; None: the device's, if it has any.
     """
 
     def __init__(self, device: torch.device, make_event: Callable[[], Event] | None = None) -> None:
-        self._device = device
-        if make_event is None and device.type == "cuda":
-            make_event = torch.cuda.Event
+        self._device, self._transfers = device, transfers_of(device)
+        if make_event is None and self._transfers is not None:
+            make_event = self._transfers.make_event
         self._slots = [_Slot(self._host_memory(0), make_event and make_event()) for _ in range(_NUM_SLOTS)]
         self._turn = 0
 
@@ -99,7 +90,9 @@ class Staging:
 
     def _host_memory(self, size: int) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda" and size > 0)
+            if self._transfers is None or not size:
+                return torch.empty(size, dtype=torch.uint8)
+            return self._transfers.host_memory((size,), torch.uint8)
 
 
 def to_device(step: T, device: torch.device) -> T:

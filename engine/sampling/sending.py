@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.execution.transfers import transfers_of
+
 # From int64 [n] to a tensor of the same numbers on the device, for all that is launched from now on. The array may be
 # changed as soon as the call returns, the tensor's memory may serve the next step.
 ToDevice = Callable[[npt.NDArray[np.int64]], torch.Tensor]
@@ -42,8 +44,8 @@ def send(arrays: Sequence[npt.NDArray[Any]], device: torch.device, copy: ToDevic
 
 def _copied(words: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(words)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # from other memory a large copy waits for what runs on the device
+    if (transfers := transfers_of(device)) is not None:  # from other memory a copy waits for what runs on the device
+        tensor = transfers.host_memory(tensor.shape, tensor.dtype).copy_(tensor)
     return tensor.to(device, non_blocking=True)
 
 

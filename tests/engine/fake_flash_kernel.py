@@ -80,6 +80,11 @@ def _flash(
     return out.to(query.dtype)
 
 
+@_flash.register_fake
+def _(query: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
 def check_tensors(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *others: torch.Tensor | None) -> None:
     check(query.dtype in (torch.float16, torch.bfloat16), "only fp16 and bf16 are supported")
     check(keys.dtype == values.dtype == query.dtype, "query, key and value must have the same dtype")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.cache.host_tier import BlockCopies
-from engine.execution import kv_tensors
+from engine.execution import kv_tensors, transfers
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.lanes import CudaLanes, OneLane, lanes_of
 from engine.sizing import staging_blocks
@@ -242,7 +242,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(kv_tensors, "torch", SimpleNamespace(empty=empty, device=torch.device))
+    monkeypatch.setattr(transfers, "torch", SimpleNamespace(empty=empty))
     monkeypatch.setattr(kv_tensors, "_PINNED_CHUNK", 2048)
     return sizes
 

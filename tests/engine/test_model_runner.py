@@ -127,16 +127,6 @@ def test_result_before_sample(tiny: PreTrainedModel) -> None:
         pending.result()
 
 
-def test_masks_leave_only_what_they_allow(tiny: PreTrainedModel) -> None:
-    runner = make_runner(tiny)
-    pending = runner.launch(Rows(runner, 512, [4, 9]).batch({0: 4, 1: 9}))
-    masks = torch.zeros(2, 512, dtype=torch.bool)
-    masks[0, [7, 300]] = masks[1, 11] = True
-    expected_first = 7 if pending.logits[0, 7] > pending.logits[0, 300] else 300
-    runner.sample(pending, masks)
-    assert pending.result().token_ids == [expected_first, 11]
-
-
 def test_probe_and_warmup_leave_the_cache_alone(tiny: PreTrainedModel) -> None:
     runner = make_runner(tiny)
     rows = Rows(runner, 512, [40, 40])

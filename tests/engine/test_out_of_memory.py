@@ -164,10 +164,10 @@ def test_sampling_that_does_not_fit(tiny: PreTrainedModel, device: Device, monke
     made = Stepper(tiny)
     runner, sample = made.core.runner, ModelRunner.sample
 
-    def sample_few(self: ModelRunner, pending: Any, masks: Any = None) -> None:
+    def sample_few(self: ModelRunner, pending: Any) -> None:
         if len(pending.requests) > 1:
             raise torch.OutOfMemoryError(TEXT)
-        sample(self, pending, masks)
+        sample(self, pending)
 
     assert isinstance(runner, ModelRunner)
     monkeypatch.setattr(ModelRunner, "sample", sample_few)

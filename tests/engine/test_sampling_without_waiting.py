@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine import device_on_cpu
 from tests.engine import device_sampling as cases
 from tests.engine.device_sampling import DRAW, EDITS, EVERY, KINDS, LOGPROBS
-from tests.engine.triton_processes import Run, child
-
-
-@pytest.fixture(scope="module")
-def on_device() -> Iterator[Run]:
-    with child({"TRITON_INTERPRET": "1"}) as run:
-        run(device_on_cpu.set_up)
-        yield run
+from tests.engine.triton_processes import Run
 
 
 def check(steps: list[cases.Step]) -> list[cases.Step]:
