@@ -320,7 +320,11 @@ def _host_slots(config: ContinuousBatchingConfig, memory: int | None, block_byte
         )
     slots = min(int(space * GIB), limit) // block_bytes
     if not slots:
-        logger.warning("nothing is offloaded: a block takes %.2f GiB, more than there is", block_bytes / GIB)
+        logger.warning(
+            "nothing is offloaded: cpu_offload_space leaves %.2f MiB, and a block takes %.2f",
+            min(space * GIB, limit) / 2**20,
+            block_bytes / 2**20,
+        )
     return slots
 
 

@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.worker:
         return _work(options)
     with tempfile.TemporaryDirectory() as folder:
+        if options.seconds <= 0:
+            print(f"error: --seconds {options.seconds:g}: it must be positive", file=sys.stderr)
+            return 2
         path = options.json or Path(folder, "gpu_check.json")
         if not path.absolute().parent.is_dir():
             print(f"error: --json {path}: there is no such folder", file=sys.stderr)
@@ -53,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.data["seconds"] = round(time.monotonic() - begin, 1)
         report.data["summary"] = [figure.as_dict(not options.small) for figure in found]
         report.write()
+    if options.small:
+        print("\nTiny models of the kinds that are named: these figures say nothing of their speed.")
     print("\n" + table(found, not options.small))
     print("\n" + _states(report))
     return int(any(stage["status"] in ("failed", "lost") for stage in report.stages.values()))
@@ -64,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="tiny sizes, on CPU where there is no CUDA device")
     parser.add_argument("--seconds", type=float, default=460.0, help="for all stages together (%(default)s)")
     parser.add_argument(
-        "--stages", nargs="+", choices=NAMES, default=list(NAMES), metavar="STAGE", help=", ".join(NAMES)
+        "--stages", nargs="+", choices=NAMES, default=list(NAMES), metavar="STAGE", help=", ".join(map(repr, NAMES))
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -1,15 +1,16 @@
 """The engine's own copy of a model's modules over the same tensors, and the facts of a model that the engine needs.
 
-Called when an engine is built. The user's model is only read: its config, its attention implementation and its mode
-stay as they are, and what is written in place into its weights is seen by the copy.
+Called when an engine is built. The user's model is only read, unless it gives its weights up: its config, its attention
+implementation and its mode stay as they are, and what is written in place into its weights is seen by the copy.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,27 +88,42 @@ class ParameterSource:
 
     def __init__(self, model: nn.Module, shadow: nn.Module) -> None:
         self._model, self._shadow = model, shadow
-        self.weights_are_given_up()
+        self._versions: dict[str, int] = {}
+        self._remember()
 
     def weights_are_given_up(self) -> None:
-        """From now on there must be none in their place, and others lie where they are now."""
+        """From now on there must be none in their place, and others lie where they are now.
+
+        A model without weights says so when it is used or saved.
+        """
+        self._remember()
+        self._versions = _versions_of_empty(self._model)
+        if self._versions:
+            _refuse_use(self._model)
+
+    def _remember(self) -> None:
         self._shapes, self._places = _shapes(self._model), _places(self._model)
 
     def follow(self) -> bool:
         """Take over replaced parameters; whether any lie elsewhere than when the engine was built, or are new.
 
         Raises:
-            RuntimeError: the parameters differ from before in name, shape, dtype or device.
+            RuntimeError: the parameters differ from before in name, shape, dtype or device, or ones that were given up
+                were written to.
         """
         shapes = _shapes(self._model)
         if shapes != self._shapes:
             if _are_empty(shapes) != _are_empty(self._shapes):
                 raise RuntimeError(_GIVEN_UP)
             differing = [name for name in {**self._shapes, **shapes} if shapes.get(name) != self._shapes.get(name)]
+            found, before = (each.get(differing[0], "not there") for each in (shapes, self._shapes))
             raise RuntimeError(
-                f"{len(differing)} parameters of the model, the first {differing[0]!r}, have another name, shape, "
-                "dtype or device than when the engine was built: make a new manager"
+                f"{len(differing)} parameters of the model have another name, shape, dtype or device than when the "
+                f"engine was built, the first of them {differing[0]!r}: {_said(found)}, and it was {_said(before)}; "
+                "make a new manager"
             )
+        if self._versions and _versions_of_empty(self._model) != self._versions:
+            raise RuntimeError(_GIVEN_UP)
         shadowed = dict(self._shadow.named_parameters(remove_duplicate=False))
         replaced = {
             name: parameter
@@ -122,6 +138,33 @@ class ParameterSource:
 
 def _places(model: nn.Module) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _said(shape: Any) -> str:
+    return ", ".join(map(str, shape)) if isinstance(shape, tuple) else str(shape)
+
+
+def _versions_of_empty(model: nn.Module) -> dict[str, int]:
+    """How often parameters without numbers were written to, which changes nothing else in them."""
+    return {
+        name: parameter._version
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.numel() and not parameter.is_inference()
+    }
+
+
+def _refuse_use(model: nn.Module) -> None:
+    for name in ("forward", "save_pretrained"):
+        if (method := getattr(model, name, None)) is not None:
+            setattr(model, name, _refusing(method))
+
+
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(_GIVEN_UP)
+
+    return refuse
 
 
 def _are_empty(shapes: dict[str, tuple[Any, ...]]) -> dict[str, bool]:

@@ -172,7 +172,7 @@ FREE_ARGUMENTS: dict[str, Argument] = {
 # what turns sampling on, and with it temperature, top-k, ...
 WARPERS: dict[str, Argument] = {
     "do_sample": _boolean,
-    "temperature": _number(lambda x: 0 <= x < math.inf, ">= 0; 0 takes the most likely token"),
+    "temperature": _number(lambda x: 0 <= x < math.inf, ">= 0 and finite; 0 takes the most likely token"),
     "top_k": _integer(0),
     "top_p": _number(lambda x: 0 < x <= 1, "above 0 and at most 1"),
     "min_p": _number(lambda x: 0 <= x <= 1, "between 0 and 1"),

@@ -38,3 +38,5 @@ def check_mask(mask: npt.NDArray[np.bool_]) -> None:
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.ndim != 1:
         found = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else type(mask).__name__
         raise ValueError(f"the constraint returned {found}; expected a NumPy array bool [vocabulary]")
+    if not mask.any():
+        raise ValueError("it allows no token")

@@ -27,7 +27,7 @@ def ask_twice(manager: ContinuousBatchingManager) -> None:
         list(manager)
 
 
-def test_a_model_that_is_the_engines_alone_gives_up_its_weights(tiny: PreTrainedModel) -> None:
+def test_a_model_that_is_the_engines_alone_gives_up_its_weights(tiny: PreTrainedModel, tmp_path: Path) -> None:
     """The tokens are the same, also after a pause; the model is of no use to anybody else, who is told so."""
     owned = build_tiny()
     size = sum(parameter.nbytes for parameter in owned.parameters())
@@ -40,6 +40,10 @@ def test_a_model_that_is_the_engines_alone_gives_up_its_weights(tiny: PreTrained
     assert sum(parameter.nbytes for parameter in owned.parameters()) < size / 20
     with pytest.raises(ValueError, match="release_weights"):
         generate_batch(owned, [PROMPT], NO_EOS, config())
+    for use in (lambda: owned.generate(torch.tensor([PROMPT])), lambda: owned.save_pretrained(tmp_path)):
+        with pytest.raises(RuntimeError, match="release_weights"):
+            use()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -101,7 +105,7 @@ def test_8_bits_are_half_of_bfloat16(smol_path: Path) -> None:
         assert sum(weight.nbytes for weight in weights) < 0.52 * size
 
 
-@pytest.mark.parametrize("which", ["head", "norm", "written norm"])
+@pytest.mark.parametrize("which", ["head", "written head", "norm", "written norm"])
 def test_no_weights_are_stale_unseen_after_a_release(which: str, tiny: PreTrainedModel) -> None:
     """What takes the place of weights that were given up is refused; norms, which were not, are followed."""
     model, changed = build_tiny(), build_tiny()
@@ -110,11 +114,14 @@ def test_no_weights_are_stale_unseen_after_a_release(which: str, tiny: PreTraine
         with manager.pause():
             if which == "head":
                 model.lm_head.weight = torch.nn.Parameter(torch.zeros(512, size))
+            elif which == "written head":
+                with torch.no_grad():
+                    model.lm_head.weight.zero_()
             elif which == "norm":
                 model.model.norm.weight = torch.nn.Parameter(torch.linspace(0, 1, size))
             else:
                 model.model.norm.weight.data.copy_(torch.linspace(0, 1, size))
-        if which == "head":
+        if "head" in which:
             with pytest.raises(RuntimeError, match="release_weights"):
                 ask_twice(manager)
             return
