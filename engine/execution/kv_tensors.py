@@ -17,9 +17,9 @@ import torch
 from engine.cache.host_tier import BlockCopies
 from engine.execution.lanes import Lanes, lanes_of
 from engine.execution.lazy_memory import lazy_zeros
-from engine.execution.transfers import transfers_of
 from engine.sampling.sending import send
 from engine.sizing import GIB, STAGINGS, staging_blocks
+from engine.transfers import transfers_of
 
 _PINNED_CHUNK = 1 << 30
 

@@ -24,7 +24,6 @@ from engine.execution.input_batch import InputPacker, PromptPart
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.paths import DecodePath, MixedPath, PathSizes
 from engine.execution.staging import Staging
-from engine.execution.transfers import Event, transfers_of
 from engine.model.fusing import fuse
 from engine.model.packed import pack_linears, refresh_packed
 from engine.model.shadow import ParameterSource, attention_of, model_facts
@@ -38,6 +37,7 @@ from engine.sampling.sampler import Sampled, Sampler
 from engine.sampling.sending import ToDevice
 from engine.scheduling.batch import ScheduledBatch
 from engine.settings import Settings
+from engine.transfers import Event, transfers_of
 
 logger = logging.getLogger(__name__)
 

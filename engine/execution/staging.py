@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from engine.execution.transfers import Event, transfers_of
+from engine.transfers import Event, transfers_of
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.execution.transfers import transfers_of
+from engine.transfers import transfers_of
 
 # From int64 [n] to a tensor of the same numbers on the device, for all that is launched from now on. The array may be
 # changed as soon as the call returns, the tensor's memory may serve the next step.

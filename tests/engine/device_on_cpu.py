@@ -245,7 +245,7 @@ def set_up() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
     from triton.runtime.interpreter import InterpretedFunction
 
-    from engine.execution.transfers import BY_DEVICE_TYPE, Transfers
+    from engine.transfers import BY_DEVICE_TYPE, Transfers
 
     _setup_privateuseone_for_python_backend(NAME)
     library = torch.library.Library("_", "IMPL")

@@ -21,7 +21,6 @@ from engine.core import EngineCore
 from engine.execution.forward import FusedForward
 from engine.execution.model_runner import ModelRunner, Pending
 from engine.execution.staging import Staging
-from engine.execution.transfers import Transfers
 from engine.model.shadow import make_shadow, model_facts
 from engine.ops.flash.fused import FlashTritonOps
 from engine.ops.triton.triton_ops import TritonOps
@@ -29,6 +28,7 @@ from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
+from engine.transfers import Transfers
 from tests.architectures import _HEADS, ARCHITECTURES, build
 from tests.engine import device_on_cpu as device
 from tests.engine.device_on_cpu import Told

@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine import transfers
 from engine.cache.host_tier import BlockCopies
-from engine.execution import kv_tensors, transfers
+from engine.execution import kv_tensors
 from engine.execution.kv_tensors import HostKV, KVTensors, allocate
 from engine.execution.lanes import CudaLanes, OneLane, lanes_of
 from engine.sizing import staging_blocks
