@@ -38,6 +38,9 @@ class Runner(Protocol):
     def warmup(self) -> None:
         """Run the model once, so that the first step meets no set-up cost."""
 
+    def check_weights(self) -> None:
+        """Raise RuntimeError where what was put in the place of weights cannot count. Changes nothing."""
+
     def refresh_weights(self) -> None:
         """Make what was written into the weights since the last call count; no step runs meanwhile."""
 

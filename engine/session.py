@@ -180,10 +180,13 @@ class Sessions:
             keep_cache: the weights stay as they are, so that what is cached stays valid.
 
         Raises:
-            RuntimeError: no engine thread runs, or it ended before it could pause; the cause is chained to it.
+            RuntimeError: no engine thread runs, or it ended before it could pause; the cause is chained to it. At the
+                end of the block: what was put in the place of weights does not fit, by which the engine then fails.
         """
         with self._loop.pause(keep_cache):
             yield
+            if not keep_cache and self._core is not None:
+                self._core.runner.check_weights()
 
     def stats(self) -> dict[str, int | float]:
         """Counts of this moment: requests, cache blocks and how often what they cached was forgotten, steps,

@@ -104,6 +104,9 @@ class ScriptedRunner:
     def warmup(self) -> None:
         """Nothing to warm up."""
 
+    def check_weights(self) -> None:
+        """No weights."""
+
     def refresh_weights(self) -> None:
         """No weights."""
 

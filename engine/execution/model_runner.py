@@ -245,6 +245,15 @@ class ModelRunner:
             passed = time.monotonic() - begin
             logger.info(f"{what} are set up (%d of %d, %.1f s)", size, number, len(sizes), passed)
 
+    def check_weights(self) -> None:
+        """Changes nothing.
+
+        Raises:
+            RuntimeError: parameters were replaced by others that do not fit.
+        """
+        if self._source is not None:
+            self._source.check()
+
     @_on_device
     def refresh_weights(self) -> None:
         """Makes what was written into the weights since the last call, or put in their place, count.

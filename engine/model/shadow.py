@@ -104,8 +104,8 @@ class ParameterSource:
     def _remember(self) -> None:
         self._shapes, self._places = _shapes(self._model), _places(self._model)
 
-    def follow(self) -> bool:
-        """Take over replaced parameters; whether any lie elsewhere than when the engine was built, or are new.
+    def check(self) -> None:
+        """Changes nothing.
 
         Raises:
             RuntimeError: the parameters differ from before in name, shape, dtype or device, or ones that were given up
@@ -124,6 +124,14 @@ class ParameterSource:
             )
         if self._versions and _versions_of_empty(self._model) != self._versions:
             raise RuntimeError(_GIVEN_UP)
+
+    def follow(self) -> bool:
+        """Take over replaced parameters; whether any lie elsewhere than when the engine was built, or are new.
+
+        Raises:
+            RuntimeError: as `check`.
+        """
+        self.check()
         shadowed = dict(self._shadow.named_parameters(remove_duplicate=False))
         replaced = {
             name: parameter
