@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from engine.distributed.nccl import disable_graph_mixing
 
 if TYPE_CHECKING:
     from transformers import CompileConfig
+
+T = TypeVar("T")
 
 _MOST = 2**40  # what no machine has of anything
 SCHEDULER_TYPES = ("fifo", "prefill_first")
@@ -29,6 +32,28 @@ def _field(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+def _unknown(name: object, names: list[str]) -> str:
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; its fields are {', '.join(names)}"
+    return f"ContinuousBatchingConfig has no field {name!r}{hint}"
+
+
+def _naming_near_fields(cls: type[T]) -> type[T]:
+    """Has the constructor of a dataclass name the field that an unknown one may mean."""
+    init, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in names:
+                raise TypeError(_unknown(name, names))
+        init(self, *args, **values)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls
+
+
+@_naming_near_fields
 @dataclass(frozen=True, kw_only=True)
 class ContinuousBatchingConfig:
     """How the engine uses the hardware: KV cache, step budgets, scheduling. What a request generates is described by
@@ -164,11 +189,7 @@ class ContinuousBatchingConfig:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1)
-                raise ValueError(
-                    f"ContinuousBatchingConfig has no field {name!r}"
-                    + (f"; did you mean {near[0]!r}?" if near else f"; its fields are {', '.join(names)}")
-                )
+                raise ValueError(_unknown(name, names))
         return cls(**values)
 
     @classmethod
@@ -348,4 +369,4 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _deprecated(name: str, instead: str) -> None:
-    warnings.warn(f"{name} is deprecated: {instead}", FutureWarning, stacklevel=5)
+    warnings.warn(f"{name} is deprecated: {instead}", FutureWarning, stacklevel=6)

@@ -217,6 +217,13 @@ def test_every_field_has_help() -> None:
     assert all(len(text) > 20 for name, text in help_text.items() if name not in DEPRECATED)
 
 
+def test_an_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="no field 'scheduler'; did you mean 'scheduler_type'"):
+        ContinuousBatchingConfig(scheduler="fifo")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no field 'x'; its fields are page_size, num_blocks"):
+        ContinuousBatchingConfig(x=1)  # type: ignore[call-arg]
+
+
 def test_from_dict() -> None:
     assert ContinuousBatchingConfig.from_dict({"page_size": 8, "safety_margin": 0}).page_size == 8
     with pytest.raises(ValueError, match="max_batch_token'.*did you mean 'max_batch_tokens'"):
