@@ -13,7 +13,8 @@ from engine.cache.kv_cache import KVCache
 from engine.config import ContinuousBatchingConfig, WorkloadHints
 from engine.core import EngineCore
 from engine.facts import ModelFacts
-from engine.memory import DeviceMemory, device_memory, release_after, saying_what_to_lower
+from engine.memory import DeviceMemory, device_memory
+from engine.out_of_memory import release_after, saying_what_to_lower
 from engine.profiling import profile
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import Settings, resolve

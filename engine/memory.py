@@ -1,15 +1,12 @@
 """How much memory this process can still take: of a CUDA device, or of the host within its control groups.
 
-Called when settings are resolved, when a step is measured, when weights are packed and when a step ran out of memory.
-Allocates nothing; knows nothing of models, and loads no torch where there is no CUDA device.
+Called when settings are resolved, when a step is measured and when weights are packed. Allocates nothing; knows nothing
+of models, and loads no torch where there is no CUDA device.
 """
 
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -77,59 +74,6 @@ class CudaMemory:
 def device_memory(device_type: str, device_index: int | None = None) -> DeviceMemory | None:
     """The memory of a device that has its own; None where the host's serves."""
     return CudaMemory(device_index) if device_type == "cuda" else None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, says that there was not enough memory."""
-    return any(
-        isinstance(each, MemoryError)
-        or type(each).__name__ == "OutOfMemoryError"  # torch's
-        or (isinstance(each, RuntimeError) and any(text in str(each) for text in _OUT_OF_MEMORY))
-        for each in _chain(error)
-    )
-
-
-def release_after(error: Exception, memory: DeviceMemory | None) -> str:
-    """Where memory ran out: frees what the failed call held and `memory` keeps; what to lower, for the error's text."""
-    if not is_out_of_memory(error):
-        return ""
-    forget_frames(error)
-    if memory is not None:
-        with suppress(RuntimeError):  # a recording that was broken off may have left torch unable to
-            memory.release()
-    return f" ({_WHAT_TO_LOWER})"
-
-
-@contextmanager
-def saying_what_to_lower() -> Iterator[None]:
-    """Running out of memory inside is a MemoryError that says what leaves more."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MemoryError(f"{str(error) or 'out of memory'} ({_WHAT_TO_LOWER})") from error
-
-
-def forget_frames(error: BaseException) -> None:
-    """Drops what the functions that raised an error held, so that its memory is free before the error is."""
-    for each in _chain(error):
-        traceback.clear_frames(each.__traceback__)
-
-
-_WHAT_TO_LOWER = (
-    "to leave steps more memory, lower num_blocks or max_memory_percent; to have them take less, lower "
-    "max_batch_tokens or max_requests_per_batch"
-)
-_OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # what drivers and libraries say
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def available_memory(

@@ -19,7 +19,8 @@ from engine.acceleration import asked_graphs
 from engine.config import ContinuousBatchingConfig
 from engine.core import Runner
 from engine.facts import ModelFacts
-from engine.memory import DeviceMemory, forget_frames, is_out_of_memory
+from engine.memory import DeviceMemory
+from engine.out_of_memory import forget_frames, is_out_of_memory
 from engine.request import Request
 from engine.sampling.params import SamplingParams
 from engine.scheduling.batch import ScheduledBatch

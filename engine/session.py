@@ -22,7 +22,7 @@ from engine.distributed.coordinator import Coordinator
 from engine.execution.threads import compute_threads, release_openmp_threads
 from engine.intake import check_timeout
 from engine.loop import EngineLoop, describe_error
-from engine.memory import saying_what_to_lower
+from engine.out_of_memory import saying_what_to_lower
 from engine.settings import Settings
 
 if TYPE_CHECKING:

@@ -53,8 +53,6 @@ def before_forward(manager: ContinuousBatchingManager, hook: Callable[[torch.Ten
     forward = path._forward
 
     class Hooked:
-        device = forward.device
-
         def __call__(self, inputs: StepInputs, plan: Any) -> torch.Tensor:
             hook(inputs.input_ids)
             logits: torch.Tensor = forward(inputs, plan)

@@ -30,13 +30,9 @@ class Forward:
         ops: what the plans are for.
         num_layers: attention layers that every pass must go through.
         run: what is called in the place of `model`, for example its compiled form.
-
-    Attributes:
-        device: of the model.
     """
 
     def __init__(self, model: nn.Module, ops: Ops, num_layers: int, run: Callable[..., Any] | None = None) -> None:
-        self.device = next(model.parameters()).device
         self._name = type(model).__name__
         self._run = model if run is None else run
         self._ops = ops
@@ -67,14 +63,9 @@ class Forward:
 
 
 class FusedForward:
-    """`Forward` for models that run in the kernels of their device.
-
-    Attributes:
-        device: of the model.
-    """
+    """`Forward` for models that run in the kernels of their device."""
 
     def __init__(self, decoder: FusedDecoder | GpuDecoder) -> None:
-        self.device = decoder.device
         self._decoder = decoder
 
     def __call__(self, inputs: StepInputs, plan: Any) -> torch.Tensor:

@@ -183,7 +183,7 @@ class GraphRunner:
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Numbers of rows that recorded decode-only steps are padded to: at most a quarter of a large step is padding."""
+    """Numbers of rows that recorded decode-only steps are padded to: at most a fifth of a large step is padding."""
     sizes = {most}
     for power in (1 << i for i in range((most - 1).bit_length())):
         step = power if power < _FINE_FROM else power // 4

@@ -40,14 +40,11 @@ class FusedDecoder:
         release: the model's matrices are given up once all are copied.
 
     Attributes:
-        device: of the model.
         family: of the decoder.
 
     Raises:
         NotFusedError: the cache does not fit the model, or the copies do not fit the memory.
     """
-
-    device = torch.device("cpu")
 
     def __init__(
         self,

@@ -28,8 +28,9 @@ from engine.execution.model_runner import ModelRunner
 from engine.execution.waiting import WaitWatch
 from engine.facts import ModelFacts
 from engine.manager import ContinuousBatchingManager
-from engine.memory import CudaMemory, device_memory, forget_frames, is_out_of_memory
+from engine.memory import CudaMemory, device_memory
 from engine.model.shadow import make_shadow, model_facts
+from engine.out_of_memory import forget_frames, is_out_of_memory
 from engine.profiling import largest_step, measure, profile
 from engine.settings import Settings, resolve
 from tests.architectures import build
